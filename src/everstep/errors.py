@@ -1,0 +1,80 @@
+"""The exception tree of Everstep.
+
+    EverstepError
+    ├── UsageError            a flag, argument or call that cannot be meant (exit code 64)
+    ├── ConfigurationError    the machine or the files do not allow what was asked (exit code 78)
+    │   └── MemoryShortage    not enough host memory for the snapshots
+    ├── ProtocolError         a message that the protocol does not allow here: a bug of ours, told with its story
+    ├── CheckpointError       a checkpoint that cannot be written or read
+    │   └── DamagedCheckpoint names the file and the wound
+    ├── StateMismatch         what was saved does not fit what is to be restored; names the keys
+    ├── StoreError            the store refused, is gone, or did not answer in time
+    │   └── StoreTimeout
+    └── LedgerError           a second that cannot be placed, or an event that cannot be read
+
+Every message tells what happened, to whom, what was expected, and the mend.
+"""
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """What the scheduler reads from us (DESIGN, Exit codes)."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 64
+    BAD_NODE = 75
+    CONFIGURATION = 78
+    DO_NOT_REQUEUE = 93
+    SIGNALLED = 128  # plus the number of the signal
+
+
+class EverstepError(Exception):
+    """Base of all errors that Everstep raises on purpose."""
+
+    exit_code: ExitCode = ExitCode.FAILED
+
+
+class UsageError(EverstepError, ValueError):
+    """A flag, an argument or a call that cannot be meant as it stands."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ConfigurationError(EverstepError):
+    """The machine, the environment or the files do not allow what was asked for."""
+
+    exit_code = ExitCode.CONFIGURATION
+
+
+class MemoryShortage(ConfigurationError):
+    """Host memory does not hold the snapshots; the message says how much is needed and what to change."""
+
+
+class ProtocolError(EverstepError):
+    """An event arrived that the protocol does not allow in this phase."""
+
+
+class CheckpointError(EverstepError):
+    """A checkpoint could not be written or read."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not whole; the message names the file and what is wrong with it."""
+
+
+class StateMismatch(EverstepError):
+    """Saved state does not fit the objects it is to be restored into; the message names the keys."""
+
+
+class StoreError(EverstepError):
+    """The store refused a call, is gone, or its reply cannot be trusted."""
+
+
+class StoreTimeout(StoreError, TimeoutError):
+    """The store did not answer within the deadline; its connection has been shut down."""
+
+
+class LedgerError(EverstepError):
+    """The event log of a run cannot be read, or does not account for every second."""

@@ -1,0 +1,1 @@
+"""Owned processes: how they are started, watched without their help, and ended."""

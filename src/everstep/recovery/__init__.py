@@ -1,0 +1,1 @@
+"""The recovery protocol: rosters over identities, generations, assignment. Used by inprocess and by the launcher."""

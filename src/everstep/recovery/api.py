@@ -1,0 +1,104 @@
+"""What rides on an agent, and what an agent offers it.
+
+Snapshots, checkpoints and fault plans are features; the agent knows none of them by name. Each registers as a
+`Companion`, whose messages start with its prefix. All calls come on the agent's one thread and must not block.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from everstep.clock import Clock
+from everstep.events import Event
+from everstep.recovery.core.words import Roster
+
+Message = Mapping[str, Any]
+"""One JSON object; its `kind` says what it is, as `prefix.verb`. At most 128 KiB on the wire."""
+
+
+class Child(Protocol):
+    """A helper process of the agent (a writer): forked from the zygote, ended with the agent."""
+
+    name: str
+    pid: int
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send one message; descriptors are duplicated into the child. Never blocks: a full queue is kept here."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL; its end comes to `Companion.on_child_exit`."""
+        ...
+
+
+class Host(Protocol):
+    """What the agent offers its companions."""
+
+    clock: Clock
+    world_size: int
+    run_dir: str
+
+    def send(self, rank: int, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send to the worker that holds `rank` in the present roster; dropped where nobody holds it."""
+        ...
+
+    def spawn(self, name: str, entry: str, arguments: Mapping[str, Any]) -> Child:
+        """Fork a helper from the zygote that runs `module:function(link, **arguments)`; imports are warm there."""
+        ...
+
+    def emit(self, event: Event) -> None:
+        """Append to the agent's ledger."""
+        ...
+
+    def later(self, delay_s: float) -> None:
+        """Have `on_tick` called at the latest in `delay_s` seconds."""
+        ...
+
+    def recheck(self) -> None:
+        """Say that `drained` may have changed."""
+        ...
+
+
+class Companion(Protocol):
+    """A feature that rides on the agent."""
+
+    prefix: str
+
+    def start(self, host: Host) -> None:
+        """Called once, before any worker starts. May raise EverstepError: the job then ends with its message."""
+        ...
+
+    def on_message(self, rank: int, message: Message, fds: Sequence[int]) -> None:
+        """A worker of the present roster says something; `fds` are ours to close."""
+        ...
+
+    def on_child_message(self, child: Child, message: Message, fds: Sequence[int]) -> None:
+        """A helper of ours says something."""
+        ...
+
+    def on_child_exit(self, child: Child, status: int) -> None:
+        """A helper of ours is gone."""
+        ...
+
+    def on_stopped(self, generation: int) -> None:
+        """Every member of `generation` has unwound or is dead: nothing of it writes any more."""
+        ...
+
+    def on_roster(self, roster: Roster) -> Mapping[int, Message]:
+        """A roster is about to be entered: return what each rank shall be told under our prefix."""
+        ...
+
+    def on_tick(self, now: float) -> None:
+        """Time has passed."""
+        ...
+
+    def drained(self, completed: bool) -> bool:
+        """True when nothing intended is outstanding. `completed`: the function has returned on all ranks."""
+        ...
+
+    def problems(self) -> Sequence[str]:
+        """What went wrong and must show in the exit status (a background save that failed), a sentence each."""
+        ...
+
+    def close(self) -> None:
+        """The job is over; descriptors and files are released."""
+        ...

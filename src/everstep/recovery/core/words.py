@@ -1,0 +1,258 @@
+"""The words of the recovery protocol.
+
+Rule 1: all bookkeeping is by incarnation, never by count (EXPERIMENTS P3, E13).
+Rule 2: a rank is held only by an incarnation that the current roster names.
+Rule 3: facts may come late, twice, and in any order; each is true for ever once it is known.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Incarnation:
+    """One process, told apart from every other that ever ran: node boot id, pid, start time (ticks since boot)."""
+
+    boot_id: str
+    pid: int
+    start: int
+
+    def __str__(self) -> str:
+        return f"{self.boot_id}.{self.pid}.{self.start}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Incarnation":
+        """Read what `str` prints; ValueError for anything else."""
+        boot, pid, start = text.rsplit(".", 2)
+        return cls(boot, int(pid), int(start))
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an incarnation brings to a roster."""
+
+    node: str
+    slot: int  # its place on the node; a spare's lies above those of the ranks
+    fresh: bool  # a process that has not begun the user's script: warm to the imports
+    former_rank: int | None = None
+    dirt: tuple[str, ...] = ()  # process-global state that differs from a fresh process (P9): such a rank is replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a generation ended. The first record opens the fault; a death seen later may name the cause better."""
+
+    generation: int
+    kind: str  # exception | death | stall | wedged | left
+    noticed_by: str
+    incarnation: Incarnation | None = None
+    rank: int | None = None
+    step: int | None = None  # last step done in the world when it happened
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a roster, and why this incarnation holds it."""
+
+    rank: int
+    incarnation: Incarnation
+    node: str
+    slot: int
+    fresh: bool
+    why: str  # kept | spare | started
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The published assignment of one generation. `members` is sorted by rank and covers 0 … world_size-1."""
+
+    epoch: int
+    generation: int
+    members: tuple[Member, ...]
+    standby: tuple[Incarnation, ...] = ()
+    reason: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.members)
+
+    def rank_of(self, incarnation: Incarnation) -> int | None:
+        """Return the rank that `incarnation` holds here, or None."""
+        return next((m.rank for m in self.members if m.incarnation == incarnation), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the wire form; at most 40 bytes a rank go to the store (P13), facts stay with the planner."""
+        members = [[m.rank, str(m.incarnation), m.node, m.slot, m.fresh, m.why] for m in self.members]
+        return asdict(self) | {"members": members, "standby": [str(i) for i in self.standby]}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> "Roster":
+        """Read what `to_json` wrote."""
+        members = tuple(Member(r, Incarnation.parse(i), n, s, f, w) for r, i, n, s, f, w in body["members"])
+        standby = tuple(Incarnation.parse(i) for i in body["standby"])
+        return cls(body["epoch"], body["generation"], members, standby, body["reason"])
+
+
+# What the world machine hears. Each may come again; an event of an old generation is void (P17).
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A fresh process stands ready to take a rank."""
+
+    incarnation: Incarnation
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A member of the last roster has unwound and stands ready for `generation`."""
+
+    generation: int
+    incarnation: Incarnation
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A process is gone: seen by pidfd, said by anyone. `status` is its exit code or minus the signal."""
+
+    incarnation: Incarnation
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Faulted:
+    """Somebody reports a fault of a generation."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """This member's function has returned (or its unwrapped script has ended with 0)."""
+
+    generation: int
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The roster of a generation stands in the store: the one that won."""
+
+    roster: Roster
+
+
+@dataclass(frozen=True, slots=True)
+class Wedged:
+    """An agent has evidence that a member cannot hear us: stopped, or silent to a probe."""
+
+    incarnation: Incarnation
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Every intended checkpoint is durable, or given up by name (P14)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndRequested:
+    """The operator or the scheduler asked for the end (SIGTERM, Ctrl-C): exit code 128 + n."""
+
+    code: int
+    reason: str
+
+
+Event = Announced | Arrived | Died | Faulted | Completed | Published | Wedged | Ticked | Drained | EndRequested
+
+# What the world machine wants done.
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Tell this member to leave its function: the generation has a fault. A member that cannot be told is killed."""
+
+    incarnation: Incarnation
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End this process; its death comes back as `Died`."""
+
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Have `count` more fresh processes announced."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The generation's fault, or a better cause of it, is known: write it to the ledger."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Publish this roster with compare-and-set; the winner comes back as `Published`."""
+
+    roster: Roster
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Act on the published roster: tell each member on this node its rank; a fresh one begins the script."""
+
+    roster: Roster
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """All members have completed: see to the last intended checkpoints; answer with `Drained`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """All is durable: let the members return from the call, and the spares go."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The job is over: stop what still runs and exit with `code`."""
+
+    code: int
+    reason: str
+
+
+Command = Stop | Kill | Spawn | Report | Publish | Enter | Drain | Finish | End
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the operator asked for."""
+
+    world_size: int
+    max_restarts: int | None = None  # None: a fault with progress since the last is free, three in a row end the job
+    same_step_limit: int = 3
+    stop_deadline_s: float = 10.0  # from Stop to Arrived; then Kill
+    start_deadline_s: float = 600.0  # for a gap to be filled by a fresh process; then End
+    drain_deadline_s: float = 600.0  # for the last intended checkpoints

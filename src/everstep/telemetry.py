@@ -1,0 +1,107 @@
+"""Where events go: a `Telemetry` stamps them and hands them to its sinks.
+
+Any thread may emit. A sink that fails is dropped with one line on stderr: accounting never ends a training job.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from everstep.clock import SYSTEM, Clock
+from everstep.errors import LedgerError
+from everstep.events import Event, Record, Stamp
+
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Return the first group of this boot's id: monotonic times compare only where it is equal."""
+    try:
+        return BOOT_ID_FILE.read_text().split("-")[0]
+    except OSError:  # not Linux: reports are read there, never written
+        return "00000000"
+
+
+class Sink(Protocol):
+    """Takes records one at a time, from any thread, without blocking for long."""
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+        ...
+
+
+class JsonLines:
+    """Appends records to one file of this process; one `write(2)` a line, the newline first.
+
+    A line torn by a kill or by a full disk is so ended by the next one, and spoils itself alone (EXPERIMENTS I6).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def write(self, record: Record) -> None:
+        """See `Sink.write`."""
+        os.write(self._fd, b"\n" + record.to_json().encode())
+
+    def close(self) -> None:
+        """Close the file; later writes fail."""
+        os.close(self._fd)
+
+
+@dataclass
+class Telemetry:
+    """Stamps events with time and place. `slot`, `rank` and `generation` are set by whoever knows them."""
+
+    role: str
+    sinks: list[Sink] = field(default_factory=list[Sink])
+    clock: Clock = SYSTEM
+    slot: int | None = None
+    rank: int | None = None
+    generation: int | None = None
+    boot: str = field(default_factory=boot_id)
+
+    def emit(self, event: Event, *, at_s: float | None = None) -> Record:
+        """Stamp `event` (at `at_s` monotonic seconds, else now), hand it to every sink, return the record."""
+        now = self.clock.now()
+        stamp = Stamp(
+            mono_s=now, wall_s=self.clock.wall(), boot_id=self.boot, pid=os.getpid(),
+            role=self.role, slot=self.slot, rank=self.rank, generation=self.generation,
+        )  # fmt: skip
+        if at_s is not None:
+            stamp = replace(stamp, mono_s=at_s, wall_s=stamp.wall_s - (now - at_s))
+        record = Record(stamp, event)
+        for sink in tuple(self.sinks):
+            try:
+                sink.write(record)
+            except (OSError, ValueError) as error:
+                self.sinks.remove(sink)
+                os.write(
+                    2, f"everstep: {type(sink).__name__} dropped, its events are lost from here on: {error}\n".encode()
+                )
+        return record
+
+
+def read_lines(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
+    """Read ledger files; return their records in order of time, and the lines that could not be read."""
+    records: list[Record] = []
+    unread: list[str] = []
+    for path in paths:
+        for line in path.read_text(errors="replace").splitlines():
+            if not line.strip():
+                continue
+            try:
+                records.append(Record.from_json(line))
+            except LedgerError as error:
+                unread.append(f"{path.name}: {error}")
+    records.sort(key=lambda r: (r.stamp.wall_s, r.stamp.mono_s))
+    return records, unread
+
+
+def say(text: str) -> None:
+    """Print one line for a person on stderr."""
+    print(f"everstep: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the door for words to people
