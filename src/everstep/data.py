@@ -1,0 +1,121 @@
+"""A data set's position as one number: how many samples the whole world has consumed.
+
+Rule 1: training reads one endless stream. It is the epochs' permutations one after another; place p of the stream is
+        sample `p % length` of epoch `p // length`, shuffled by a permutation of its own.
+Rule 2: of a world of W ranks, standing at position p, rank r takes the places p + r, p + r + W, p + r + 2W, …
+        So the position is a fact of the world and not of a rank, and a world of another size goes on from it: nothing
+        is read twice, nothing is skipped.
+Rule 3: a permutation is computed, never stored. A place costs microseconds at any length, and a resume costs nothing.
+
+What was rejected: an epoch that ends. Where the world does not divide the length, somebody must then pad (a sample
+seen twice) or drop (one never seen), and ranks end at different steps. A batch across the border of two epochs costs
+nothing and keeps every sample at exactly once an epoch.
+
+    stream   e0: 4 1 0 3 2 | e1: 2 0 4 1 3 | e2: …
+    2 ranks      0 1 0 1 0   1   0 1 0 1 0   …
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from everstep import environ
+from everstep.errors import StateMismatch, UsageError
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 4  # of a Feistel network; four make a permutation that looks random (Luby and Rackoff)
+
+
+def _mixed(value: int) -> int:
+    """Spread every bit of `value` over 64 (the finalizer of splitmix64)."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+def permuted(place: int, length: int, key: int) -> int:
+    """Return where permutation number `key` of 0 … length-1 sends `place`.
+
+    A Feistel network permutes the next power of four; a result beyond the length is sent through it again, which
+    stays a permutation of what lies below ("cycle walking").
+    """
+    half = max(1, ((length - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & low
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (_mixed(right * 0x9E3779B97F4A7C15 + key + turn & _MASK) & low)
+        place = left << half | right
+        if place < length:
+            return place
+
+
+class GlobalSampler:
+    """Sampler for a map-style data set; give it to torchdata's `StatefulDataLoader(…, sampler=…)`.
+
+    It never ends: `run.steps(total, loader)` or `itertools.islice` says when to stop. The loader's `state_dict` takes
+    the position along, as of the last batch handed out: what loader workers have prefetched is not counted as used.
+    Iterate one at a time; a new `iter` goes on from the position that the last one has reached.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        """Rank and world are the launcher's where they are left out, read when iteration begins."""
+        if length < 1:
+            raise UsageError(f"GlobalSampler(length={length}): a data set to sample from has at least one item.")
+        if (rank is None) != (world_size is None):
+            raise UsageError(f"GlobalSampler(rank={rank}, world_size={world_size}): give both, or neither.")
+        if rank is not None and world_size is not None and not 0 <= rank < world_size:
+            raise UsageError(
+                f"GlobalSampler(rank={rank}, world_size={world_size}): ranks run from 0 to world_size - 1."
+            )
+        self.length, self.shuffle, self.seed = length, shuffle, seed
+        self.consumed = 0
+        self._place = None if rank is None or world_size is None else (rank, world_size)
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that the next sample belongs to, counted from 0."""
+        return self.consumed // self.length
+
+    def at(self, position: int) -> int:
+        """Return the sample at a place of the stream."""
+        epoch, place = divmod(position, self.length)
+        return (
+            permuted(place, self.length, _mixed(_mixed(self.seed & _MASK) + epoch & _MASK)) if self.shuffle else place
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield this rank's samples, from the position on."""
+        if self._place is None:
+            placed = environ.placement()
+            rank, world = placed.rank, placed.world_size
+        else:
+            rank, world = self._place
+        while True:
+            sample = self.at(self.consumed + rank)
+            self.consumed += world
+            yield sample
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what gives it its meaning."""
+        return {"consumed": self.consumed, "length": self.length, "shuffle": self.shuffle, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position. Raises StateMismatch where it counts samples of another stream."""
+        ours = self.state_dict()
+        if missing := sorted(set(ours) - set(state)):
+            raise StateMismatch(f"GlobalSampler: the saved state lacks {', '.join(missing)}; it is not one of ours.")
+        if differs := [name for name in ("length", "shuffle", "seed") if state[name] != ours[name]]:
+            told = ", ".join(f"{name} {state[name]!r} there and {ours[name]!r} here" for name in differs)
+            raise StateMismatch(
+                f"GlobalSampler: the saved position counts samples of another stream: {told}. "
+                "Make the sampler as it was, or begin the data anew by not restoring the loader."
+            )
+        self.consumed = int(state["consumed"])

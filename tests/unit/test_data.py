@@ -1,0 +1,105 @@
+import itertools
+import random
+from collections import Counter
+
+import pytest
+
+from everstep.data import GlobalSampler, permuted
+from everstep.errors import StateMismatch, UsageError
+
+
+def drawn(sampler: GlobalSampler, count: int) -> list[int]:
+    return list(itertools.islice(sampler, count))
+
+
+@pytest.mark.parametrize("length", [*range(1, 70), 255, 256, 257, 1000])
+def test_a_permutation_hits_every_place_once(length):
+    for key in (0, 1, 2**63 + 7):
+        assert sorted(permuted(p, length, key) for p in range(length)) == list(range(length))
+
+
+def test_a_place_far_out_in_a_huge_data_set_is_found_at_once():
+    sampler = GlobalSampler(10**12, seed=3, rank=0, world_size=1)
+    sampler.load_state_dict(sampler.state_dict() | {"consumed": 10**15 + 17})
+    assert sampler.epoch == 1000
+    assert all(0 <= sample < 10**12 for sample in drawn(sampler, 50))
+
+
+def test_shuffles_look_random():
+    """Every sample stands at every place about equally often, and neighbours do not stay neighbours."""
+    length, trials = 10, 4000
+    at_first = Counter(permuted(0, length, key * 0x9E3779B97F4A7C15) for key in range(trials))
+    assert min(at_first.values()) > trials / length * 0.8
+    assert max(at_first.values()) < trials / length * 1.2
+    order = [permuted(p, 1000, 99) for p in range(1000)]
+    assert sum(abs(a - b) == 1 for a, b in itertools.pairwise(order)) < 12
+    assert len([p for p in range(1000) if order[p] == p]) < 8
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    sampler = GlobalSampler(100, seed=1, rank=0, world_size=1)
+    first, second = drawn(sampler, 100), drawn(sampler, 100)
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second
+    assert drawn(GlobalSampler(100, seed=1, rank=0, world_size=1), 100) == first
+    assert drawn(GlobalSampler(100, seed=2, rank=0, world_size=1), 100) != first
+
+
+def test_without_shuffle_the_order_is_the_data_sets():
+    samplers = [GlobalSampler(5, shuffle=False, rank=r, world_size=2) for r in range(2)]
+    assert [drawn(s, 5) for s in samplers] == [[0, 2, 4, 1, 3], [1, 3, 0, 2, 4]]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_sample_once_an_epoch_whatever_the_world_and_its_changes(seed):
+    """Worlds of random sizes take turns over the stream, each from the last one's state; lengths need not divide."""
+    rng = random.Random(seed)
+    length, shuffle = rng.randint(1, 300), rng.random() < 0.8
+    state, seen = GlobalSampler(length, shuffle, seed).state_dict(), []
+    while len(seen) < 3 * length:
+        world, count = rng.randint(1, 8), rng.randint(1, 40)
+        samplers = [GlobalSampler(length, shuffle, seed, rank=r, world_size=world) for r in range(world)]
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+        shares = [drawn(sampler, count) for sampler in samplers]
+        assert len({s.consumed for s in samplers}) == 1, "the position is a fact of the world"
+        seen += [sample for turn in zip(*shares, strict=True) for sample in turn]
+        state = samplers[-1].state_dict()
+    assert state["consumed"] == len(seen)
+    for epoch in range(3):
+        assert sorted(seen[epoch * length : (epoch + 1) * length]) == list(range(length))
+
+
+def test_a_second_iteration_goes_on():
+    sampler = GlobalSampler(7, shuffle=False, rank=0, world_size=1)
+    assert drawn(sampler, 3) + drawn(sampler, 3) == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_launchers_world_is_read_when_iteration_begins(monkeypatch):
+    sampler = GlobalSampler(10, shuffle=False)
+    for name, value in {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert drawn(sampler, 3) == [2, 5, 8]
+
+
+def test_a_position_in_another_stream_is_refused_by_name():
+    state = GlobalSampler(10, seed=1).state_dict()
+    with pytest.raises(StateMismatch, match="length 10 there and 11 here, seed 1 there and 2 here"):
+        GlobalSampler(11, seed=2).load_state_dict(state)
+    with pytest.raises(StateMismatch, match="shuffle True there and False here"):
+        GlobalSampler(10, shuffle=False, seed=1).load_state_dict(state)
+    with pytest.raises(StateMismatch, match="lacks consumed, shuffle"):
+        GlobalSampler(10).load_state_dict({"seed": 0, "length": 10})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mend"),
+    [
+        ({"length": 0}, "at least one item"),
+        ({"length": 5, "rank": 1}, "give both, or neither"),
+        ({"length": 5, "rank": 2, "world_size": 2}, "0 to world_size - 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments, mend):
+    with pytest.raises(UsageError, match=mend):
+        GlobalSampler(**arguments)
