@@ -4,9 +4,9 @@ import pytest
 
 from everstep.errors import ProtocolError
 from everstep.recovery.core import member
-from everstep.recovery.core.member import Action as A
-from everstep.recovery.core.member import Own, begin, step
-from everstep.recovery.core.member import Phase as P
+from everstep.recovery.core.member import Action, Own, Phase, begin, step
+
+P, A = Phase, Action
 
 
 def run(own, *events):
