@@ -1,0 +1,140 @@
+"""One snapshot buffer: a header, the payload, the description; readable and verifiable without torch.
+
+    0            4096                          meta_offset
+    ┌────────────┬─────────────────────────────┬──────────────┬ ─ ─ ─ ─
+    │ header     │ payload (tensors)           │ meta (JSON)  │ unused
+    └────────────┴─────────────────────────────┴──────────────┴ ─ ─ ─ ─
+
+Rule 1: void unless sealed. The two seal words carry the sequence number, plain and inverted; they are cleared before
+    the first byte of a new snapshot is written and set after the last, so a kill at any instant leaves a void buffer.
+Rule 2: the seal is trusted for the payload (EXPERIMENTS M7: no hashing in the loop; the page cache outlives a killed
+    process whole); a checksum covers header and meta, since a reader acts on what they say.
+Rule 3: every snapshot says its lineage: the epoch and generation that made it and the step that generation began
+    from (-1: from the beginning). Snapshots of two lineages are never combined.
+Rule 4: `parse` never raises: it returns a header, or the reason why there is none.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from everstep.checkpoint.core.layout import align
+
+MAGIC = b"EVERSNAP"
+VERSION = 1
+HEADER_BYTES = 4096
+FROM_THE_BEGINNING = -1
+
+_MAGIC = struct.Struct("<8s")
+_WORD = struct.Struct("<Q")
+_BODY = struct.Struct("<IIQqqqqIIQQQQ")
+_CHECKSUM = struct.Struct("<I")
+_SEAL_AT = 8
+_INVERTED_AT = 16
+_BODY_AT = 24
+_CHECKSUM_AT = _BODY_AT + _BODY.size
+_ALL_ONES = 2**64 - 1
+
+Writable = bytearray | memoryview
+Readable = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a sealed buffer says of itself."""
+
+    sequence: int  # of this rank's snapshots, counted from 1 over all generations
+    step: int  # last step done in this state
+    epoch: int
+    generation: int
+    parent: int  # the step that its generation began from; FROM_THE_BEGINNING: none
+    rank: int
+    world_size: int
+    payload_bytes: int
+    meta_bytes: int
+    payload_offset: int = HEADER_BYTES
+    meta_offset: int = 0
+
+    @property
+    def lineage(self) -> tuple[int, int, int]:
+        """(epoch, generation, parent)."""
+        return self.epoch, self.generation, self.parent
+
+
+def needed_bytes(payload_bytes: int, meta_bytes: int) -> int:
+    """Return the size of a buffer that holds so much."""
+    return align(HEADER_BYTES + payload_bytes) + meta_bytes
+
+
+def unseal(buffer: Writable) -> None:
+    """Make the buffer void: first thing before anything of a new snapshot is written, and to revoke one."""
+    _WORD.pack_into(buffer, _SEAL_AT, 0)
+    _WORD.pack_into(buffer, _INVERTED_AT, 0)
+
+
+def write(buffer: Writable, header: Header, meta: bytes) -> Header:
+    """Write header and meta of a void buffer; return the header with the places filled in. Does not seal.
+
+    Raises ValueError where the buffer is too small: nothing is written then.
+    """
+    view = memoryview(buffer)
+    needed = needed_bytes(header.payload_bytes, len(meta))
+    if needed > len(view):
+        raise ValueError(f"a snapshot of {needed} bytes does not fit a buffer of {len(view)}; ask for a larger one")
+    start = align(HEADER_BYTES + header.payload_bytes)
+    body = _BODY.pack(
+        VERSION, HEADER_BYTES, header.sequence, header.step, header.epoch, header.generation, header.parent,
+        header.rank, header.world_size, HEADER_BYTES, header.payload_bytes, start, len(meta),
+    )  # fmt: skip
+    view[start : start + len(meta)] = meta
+    _MAGIC.pack_into(view, 0, MAGIC)
+    view[_BODY_AT:_CHECKSUM_AT] = body
+    _CHECKSUM.pack_into(view, _CHECKSUM_AT, _checksum(body, meta))
+    return _header(_BODY.unpack(body))
+
+
+def seal(buffer: Writable, sequence: int) -> None:
+    """Declare the buffer whole: the last thing, after payload, header and meta."""
+    _WORD.pack_into(buffer, _INVERTED_AT, sequence ^ _ALL_ONES)
+    _WORD.pack_into(buffer, _SEAL_AT, sequence)
+
+
+def parse(buffer: Readable) -> Header | str:
+    """Return the header of a sealed and undamaged buffer, else why there is none."""
+    with memoryview(buffer) as view:
+        if len(view) < HEADER_BYTES:
+            return f"only {len(view)} bytes, less than a header"
+        (sealed,) = _WORD.unpack_from(view, _SEAL_AT)
+        (inverted,) = _WORD.unpack_from(view, _INVERTED_AT)
+        if sealed == 0:
+            return "void: not sealed"
+        if bytes(view[:8]) != MAGIC:
+            return "damaged: not a snapshot buffer"
+        if inverted != sealed ^ _ALL_ONES:
+            return "void: torn while it was sealed or unsealed"
+        body = bytes(view[_BODY_AT:_CHECKSUM_AT])
+        return _verified(_BODY.unpack(body), sealed, body, view)
+
+
+def _verified(fields: tuple[int, ...], sealed: int, body: bytes, view: memoryview) -> Header | str:
+    header = _header(fields)
+    if fields[:2] != (VERSION, HEADER_BYTES):
+        return f"damaged: version {fields[0]} with a header of {fields[1]} bytes, not {VERSION} with {HEADER_BYTES}"
+    end = header.meta_offset + header.meta_bytes
+    if header.payload_offset + header.payload_bytes > header.meta_offset or end > len(view):
+        return f"damaged: its parts end at {end}, beyond its {len(view)} bytes, or overlap"
+    if header.sequence != sealed:
+        return f"damaged: sealed as snapshot {sealed}, written as {header.sequence}"
+    with view[header.meta_offset : end] as meta:
+        if _CHECKSUM.unpack_from(view, _CHECKSUM_AT)[0] != _checksum(body, meta):
+            return "damaged: header and description do not match their checksum"
+    return header
+
+
+def _header(fields: tuple[int, ...]) -> Header:
+    _, _, sequence, step, epoch, generation, parent, rank, world, payload_at, payload, meta_at, meta = fields
+    return Header(sequence, step, epoch, generation, parent, rank, world, payload, meta, payload_at, meta_at)
+
+
+def _checksum(body: bytes, meta: Readable) -> int:
+    return zlib.crc32(meta, zlib.crc32(body))
