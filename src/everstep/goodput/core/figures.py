@@ -1,0 +1,161 @@
+"""The figures of a run, each defined once. The same words stand in the report and in docs/goodput.md.
+
+* retained steps: steps whose execution stands on every rank at the end.
+* fault-free step time: the median of the twin run's steps if a twin is given, else of this run's own steps outside the
+  first 3 of each generation (all steps where no generation has more); of the step alone, without data wait and
+  snapshot. The report says which (EXPERIMENTS L4).
+* training goodput = retained steps x fault-free step time / wall time.
+* infra goodput = (wall - (detection + stop + regroup + start-up, per fault)) / wall, over all ranks' time. The first
+  start of the run is not a fault's.
+* checkpoint efficiency = 1 - (snapshot + checkpoint stall) / wall, over all ranks' time, quoted with each tier's
+  achieved interval.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from everstep.events import Category, TierEvent
+from everstep.goodput.core.axis import to_s
+from everstep.goodput.core.lanes import Done, Lane
+from everstep.goodput.core.standing import stood
+from everstep.goodput.core.story import Story
+
+WARM_UP_STEPS = 3
+INFRA = (Category.DETECTION, Category.STOP, Category.REGROUP, Category.STARTUP)
+BLOCKED = (Category.SNAPSHOT, Category.CHECKPOINT_STALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a run comes to. Ratios are None where nothing can be said yet."""
+
+    wall_s: float
+    steps: int  # retained
+    executions: int  # of steps, on the rank that did most
+    step_s: float | None
+    step_source: str
+    training_goodput: float | None
+    infra_goodput: float | None
+    checkpoint_efficiency: float | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """What one tier saved, and how often it really did."""
+
+    name: str
+    saves: int
+    counts: dict[str, int]
+    interval_steps: float | None
+    interval_s: float | None
+    bytes: int
+    seconds: float | None  # median of one save
+    newest_step: int | None
+    newest_age_s: float | None  # at the end of the records
+
+
+def figures(story: Story, lanes: Sequence[Lane], floor: Sequence[int | None], twin_step_s: float | None) -> Figures:
+    """Compute them; `floor` is each generation's (standing.floors)."""
+    wall_s = to_s(sum(s.end - s.start for s in story.sessions))
+    whole = sum(p.end - p.start for lane in lanes for p in lane.intervals)
+    standing = [{d.step for d in lane.done if stood(d.step, floor[d.generation])} for lane in lanes]
+    steps = len(set.intersection(*standing)) if standing else 0
+    step_s, source = _fault_free(story, lanes, twin_step_s)
+    harm = _first_harm(story)
+    infra = sum(p.end - p.start for lane in lanes for p in lane.intervals if p.category in INFRA and p.start >= harm)
+    blocked = sum(p.end - p.start for lane in lanes for p in lane.intervals if p.category in BLOCKED)
+    goodput, notes = _goodput(steps, step_s, wall_s)
+    return Figures(
+        wall_s=wall_s, steps=steps, executions=max((len(lane.done) for lane in lanes), default=0),
+        step_s=step_s, step_source=source, training_goodput=goodput,
+        infra_goodput=1 - infra / whole if whole else None,
+        checkpoint_efficiency=1 - blocked / whole if whole else None, notes=notes,
+    )  # fmt: skip
+
+
+def _first_harm(story: Story) -> int:
+    """From when on start-up and regroup are a fault's: before it they are the run's own first start."""
+    starts = [g.start for g in story.generations[1:]] + [s.start for s in story.sessions[1:]]
+    return min([story.sessions[-1].end, *starts, *(g.broken.instant for g in story.generations if g.broken)])
+
+
+def _goodput(steps: int, step_s: float | None, wall_s: float) -> tuple[float | None, tuple[str, ...]]:
+    if step_s is None or not wall_s:
+        return None, ()
+    share = steps * step_s / wall_s
+    if share <= 1:
+        return share, ()
+    text = (
+        f"{steps} steps of {step_s:.4f} s would take longer than the run did ({share:.1%}); goodput is shown as 100 %"
+    )
+    return 1.0, (text,)
+
+
+def _fault_free(story: Story, lanes: Sequence[Lane], twin_step_s: float | None) -> tuple[float | None, str]:
+    if twin_step_s is not None:
+        return twin_step_s, "median of the fault-free twin"
+    samples = [d for lane in lanes for d in lane.done if not _in_detection(story, d)]
+    settled = [d for lane in lanes for d in _settled(lane)]
+    chosen = [d.seconds for d in settled if not _in_detection(story, d)]
+    if chosen:
+        return median(chosen), f"median of this run's steps outside the first {WARM_UP_STEPS} of each generation"
+    if samples:
+        return median(d.seconds for d in samples), "median of all of this run's steps; no generation has more than 3"
+    return None, "no step was done"
+
+
+def _settled(lane: Lane) -> list[Done]:
+    seen: dict[int, int] = {}
+    kept: list[Done] = []
+    for done in lane.done:
+        seen[done.generation] = seen.get(done.generation, 0) + 1
+        if seen[done.generation] > WARM_UP_STEPS:
+            kept.append(done)
+    return kept
+
+
+def _in_detection(story: Story, done: Done) -> bool:
+    broken = story.generations[done.generation].broken
+    return broken is not None and done.at > broken.instant
+
+
+def median_step_s(story: Story, lanes: Sequence[Lane]) -> float | None:
+    """Return what this run would lend another as its twin."""
+    return _fault_free(story, lanes, None)[0]
+
+
+# ------------------------------------------------------------------------------------------------ tiers
+
+
+def read_tiers(story: Story) -> list[Tier]:
+    """Return what became of the saves of each tier, and the interval that it achieved."""
+    events: dict[str, list[tuple[int, TierEvent]]] = {}
+    for at, record in story.moments:
+        if isinstance(record.event, TierEvent):
+            events.setdefault(record.event.tier, []).append((at, record.event))
+    end = story.sessions[-1].end
+    return [_tier(name, found, end) for name, found in events.items()]
+
+
+def _tier(name: str, found: list[tuple[int, TierEvent]], end: int) -> Tier:
+    counts: dict[str, int] = {}
+    for _, event in found:
+        counts[event.what] = counts.get(event.what, 0) + 1
+    final = "committed" if "committed" in counts else "taken"
+    kept: dict[int, int] = {}  # step: when it was safe; ranks and rollbacks repeat steps
+    for at, event in found:
+        if event.what == final:
+            kept[event.step] = at
+    times = sorted(kept.values())
+    gaps = len(times) - 1
+    took = [e.seconds for _, e in found if e.what == final and e.seconds]
+    return Tier(
+        name=name, saves=len(kept), counts=counts,
+        interval_steps=(max(kept) - min(kept)) / gaps if gaps > 0 else None,
+        interval_s=to_s(times[-1] - times[0]) / gaps if gaps > 0 else None,
+        bytes=sum(e.bytes for _, e in found if e.what == final),
+        seconds=median(took) if took else None,
+        newest_step=max(kept, default=None), newest_age_s=to_s(end - times[-1]) if times else None,
+    )  # fmt: skip

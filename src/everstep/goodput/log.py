@@ -1,0 +1,88 @@
+"""Reads the ledger of a run folder: `events/*.jsonl`, one file per process.
+
+A last line that was torn by a kill is ignored; any other line that cannot be read is counted and shown. A line that
+stands twice (a file copied over, two collectors) counts once.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everstep.errors import LedgerError, UsageError
+from everstep.events import Record
+
+RUNS = Path("everstep-runs")
+
+
+@dataclass(slots=True)
+class Log:
+    """What a run folder holds."""
+
+    folder: Path
+    records: list[Record] = field(default_factory=list[Record])
+    files: int = 0
+    torn: int = 0
+    unread: list[str] = field(default_factory=list[str])
+
+
+def newest_run(top: Path = RUNS) -> Path:
+    """Return the newest run folder below `top`; UsageError where there is none."""
+    found = [folder for folder in top.glob("*") if (folder / "events").is_dir()] if top.is_dir() else []
+    if not found:
+        raise UsageError(f"no RUN was given and {top}/ holds no run folder; name one: `everstep report RUN_DIR`")
+    return max(found, key=lambda folder: ((folder / "events").stat().st_mtime_ns, folder.name))
+
+
+def read_run(folder: Path) -> Log:
+    """Read all records of a run folder. Raises UsageError for what is no run folder, LedgerError for an empty one."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder; expected a run folder as `everstep run` prints it first")
+    files = sorted((folder / "events").glob("*.jsonl"))
+    if not files:
+        raise UsageError(
+            f"{folder} is no run folder: it holds no events/*.jsonl. Expected one made by `everstep run`; "
+            "its path is the first line that the run prints."
+        )
+    log = Log(folder, files=len(files))
+    seen: set[str] = set()
+    for path in files:
+        _read_file(path, log, seen)
+    if not log.records:
+        raise LedgerError(
+            f"{folder}: none of the {len(log.unread) + log.torn} lines in {len(files)} files of events/ is an event "
+            f"that this version reads{_first(log.unread)}. The run was killed before its first record, or the folder "
+            "was written by something else."
+        )
+    return log
+
+
+def _read_file(path: Path, log: Log, seen: set[str]) -> None:
+    lines = [line for line in path.read_text(errors="replace").split("\n") if line.strip()]
+    for position, line in enumerate(lines):
+        if line in seen:
+            continue
+        seen.add(line)
+        try:
+            log.records.append(_timed(Record.from_json(line)))
+        except LedgerError as error:
+            if position == len(lines) - 1:
+                log.torn += 1
+            else:
+                log.unread.append(f"{path.name}, line {position + 1}: {error}")
+
+
+def _timed(record: Record) -> Record:
+    """Return the record if its times are numbers: a flipped bit must not move a whole boot."""
+    times: list[object] = [record.stamp.mono_s, record.stamp.wall_s]  # as JSON held them, not as Stamp declares them
+    if all(_is_finite(t) for t in times):
+        return record
+    raise LedgerError(f"a record of {type(record.event).__name__} whose times are no numbers: {times!r}")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _first(unread: Sequence[str]) -> str:
+    return f" (the first: {unread[0]})" if unread else ""
