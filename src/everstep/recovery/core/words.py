@@ -7,7 +7,7 @@ Rule 3: facts may come late, twice, and in any order; each is true for ever once
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,7 +44,7 @@ class Fault:
     """Why a generation ended. The first record opens the fault; a death seen later may name the cause better."""
 
     generation: int
-    kind: str  # exception | death | stall | wedged | left
+    kind: str  # exception | death | stall | wedged | left | script (its top level failed before the wrapped call)
     noticed_by: str
     incarnation: Incarnation | None = None
     rank: int | None = None
@@ -66,7 +66,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The published assignment of one generation. `members` is sorted by rank and covers 0 … world_size-1."""
+    """The published assignment of one generation. `members` is sorted by rank and covers 0 … world_size-1.
+
+    One without members says that there is no such generation: the one before it is finished. It is published like any
+    other, so that one compare-and-set decides between a late fault and the end.
+    """
 
     epoch: int
     generation: int
@@ -116,12 +120,21 @@ class Arrived:
     facts: Facts
 
 
+Stage = Literal["fresh", "running", "completed"]
+"""How far a process had come: never had a rank; has one; its function has returned in the present generation."""
+
+
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A process is gone: seen by pidfd, said by anyone. `status` is its exit code or minus the signal."""
+    """A process is gone: seen by pidfd, said by anyone. `status` is its exit code or minus the signal.
+
+    `stage` is what its own agent knew of it (`World.stage_of`): elsewhere its completion may come after its death.
+    """
 
     incarnation: Incarnation
     status: int
+    stage: Stage = "running"
+    step: int | None = None  # last step done in the world, as its own agent saw it
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +165,7 @@ class Wedged:
 
     incarnation: Incarnation
     text: str = ""
+    step: int | None = None  # last step done in the world
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +175,9 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Every intended checkpoint is durable, or given up by name (P14)."""
+    """Every checkpoint that the world intended is durable, or given up by name (P14)."""
+
+    generation: int | None = None  # of the `Drain` that it answers; None: of the present one
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +211,10 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
-    """Have `count` more fresh processes announced."""
+    """Have `count` fresh processes on their way to this node's announcements, those already started included.
+
+    A level, not an edge: it may be said again, and asks for nothing more where as many are already starting.
+    """
 
     count: int
 
@@ -209,7 +228,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publish this roster with compare-and-set; the winner comes back as `Published`."""
+    """Publish this roster with compare-and-set; the winner comes back as `Published`. It may have no members."""
 
     roster: Roster
 
@@ -256,3 +275,9 @@ class Policy:
     stop_deadline_s: float = 10.0  # from Stop to Arrived; then Kill
     start_deadline_s: float = 600.0  # for a gap to be filled by a fresh process; then End
     drain_deadline_s: float = 600.0  # for the last intended checkpoints
+    local_world_size: int | None = None  # ranks that this node starts with; None: all of them
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.world_size < 1:
+            raise ValueError(f"a world of {self.world_size} ranks cannot run; give at least one (--nproc-per-node)")

@@ -1,0 +1,262 @@
+"""What the world's table does when it moves: each effect returns the next view and the commands to a driver.
+
+Notes keep facts. Orders are given once: a view remembers whom it has had killed and how many it has asked for.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from everstep.recovery.core import assignment, policy
+from everstep.recovery.core.assignment import Standby, Standbys
+from everstep.recovery.core.guards import blame, cause, dirty
+from everstep.recovery.core.state import Phase, World, awaited
+from everstep.recovery.core.words import (
+    Announced,
+    Arrived,
+    Command,
+    Completed,
+    Died,
+    Drain,
+    End,
+    EndRequested,
+    Enter,
+    Faulted,
+    Finish,
+    Incarnation,
+    Kill,
+    Publish,
+    Published,
+    Report,
+    Roster,
+    Spawn,
+    Stop,
+    Wedged,
+)
+
+Outcome = tuple[World, tuple[Command, ...]]
+
+
+# Facts.
+
+
+def note_announced(world: World, event: Announced, now: float) -> Outcome:
+    """A fresh process is standby."""
+    standbys = {**world.standbys, event.incarnation: Standby(event.facts, world.generation)}
+    answered = event.facts.node == world.node
+    return replace(world, standbys=standbys, asked=max(0, world.asked - answered)), ()
+
+
+def note_arrived(world: World, event: Arrived, now: float) -> Outcome:
+    """A member is back; the first arrival counts."""
+    here = {event.incarnation: event.facts, **world.arrived.get(event.generation, {})}
+    return replace(world, arrived={**world.arrived, event.generation: here}), ()
+
+
+def note_died(world: World, event: Died, now: float) -> Outcome:
+    """A process is gone, whatever it was."""
+    who = event.incarnation
+    world = replace(world, dead={**world.dead, who: event})
+    if world.listed(who):
+        return replace(world, lost=world.lost | {who}), ()
+    # It may have been one that we asked for. Asking is a level, so asking again costs nothing.
+    world = replace(world, standbys=_without(world.standbys, [who]), asked=0)
+    if event.stage == "fresh" and event.status != 0 and who not in world.killed:
+        return replace(world, false_starts=(*world.false_starts, event)), ()
+    return world, ()
+
+
+def note_faulted(world: World, event: Faulted, now: float) -> Outcome:
+    """Somebody reports a fault of this generation or of a later one."""
+    return replace(world, faults=(*world.faults, event.fault)), ()
+
+
+def note_wedged(world: World, event: Wedged, now: float) -> Outcome:
+    """A member that cannot hear us is a fault of its generation."""
+    return replace(world, faults=(*world.faults, blame(world, event))), ()
+
+
+def note_completed(world: World, event: Completed, now: float) -> Outcome:
+    """A member's function has returned."""
+    done = world.completed.get(event.generation, frozenset()) | {event.incarnation}
+    return replace(world, completed={**world.completed, event.generation: done}), ()
+
+
+def note_published(world: World, event: Published, now: float) -> Outcome:
+    """A roster won; it is acted upon when its turn comes."""
+    return replace(world, published={**world.published, event.roster.generation: event.roster}), ()
+
+
+# Orders.
+
+
+def kill_wedged(world: World, event: Wedged, now: float) -> Outcome:
+    """A process that cannot hear us is ended; its death frees its rank."""
+    return _kill(world, [event.incarnation], f"it cannot hear its agent: {event.text or 'no answer'}")
+
+
+def kill_overdue(world: World, event: object, now: float) -> Outcome:
+    """Whoever has not left in time is ended before its rank is given away (P5)."""
+    limit = world.policy.stop_deadline_s
+    return _kill(world, awaited(world), f"it has not left generation {world.generation - 1} within {limit:g} s")
+
+
+def kill_unfit(world: World, event: object, now: float) -> Outcome:
+    """Whoever differs from a fresh process is replaced (P9)."""
+    unfit = dirty(world)
+    texts = "; ".join(f"rank {world.ranks[i]}: {', '.join(world.here[i].dirt)}" for i in unfit)
+    return _kill(world, unfit, f"it differs from a fresh process ({texts})")
+
+
+def spawn(world: World, event: object, now: float) -> Outcome:
+    """Ask this node for what it lacks."""
+    return replace(world, asked=world.wanting_here), (Spawn(world.wanting_here),)
+
+
+def report(world: World, event: object, now: float) -> Outcome:
+    """Tell the ledger why this generation ended, and keep it for the next judgement."""
+    found = cause(world)
+    return (replace(world, causes=(*world.causes, found)), (Report(found),)) if found else (world, ())
+
+
+def report_better(world: World, event: Died | Wedged, now: float) -> Outcome:
+    """A death or a wedged process explains the exception that somebody else reported first."""
+    old = world.causes[-1]
+    better = blame(world, event)
+    if better.step is None:
+        better = replace(better, step=old.step)
+    return replace(world, causes=(*world.causes[:-1], better)), (Report(better),)
+
+
+def stop(world: World, event: object, now: float) -> Outcome:
+    """Send every living member back."""
+    living = [i for i in world.ranks if i not in world.lost and i not in world.killed]
+    return world, tuple(Stop(i, world.generation) for i in living)
+
+
+def open_next(world: World, event: object, now: float) -> Outcome:
+    """Open the roster of the next generation, and forget what only concerned this one."""
+    generation = world.generation + 1
+    opened = replace(
+        world,
+        generation=generation,
+        since=now,
+        arrived={g: who for g, who in world.arrived.items() if g >= generation},
+        completed={g: who for g, who in world.completed.items() if g >= world.generation},
+        published={g: roster for g, roster in world.published.items() if g >= generation},
+        faults=tuple(f for f in world.faults if f.generation >= generation),
+        asked=0,
+        false_starts=(),
+    )
+    return opened, ()
+
+
+def publish(world: World, event: object, now: float) -> Outcome:
+    """Propose the roster that follows from what is known here."""
+    if world.roster is None:
+        roster = assignment.first(world.epoch, world.policy.world_size, world.standbys)
+    else:
+        roster = assignment.following(world.roster, world.survivors, world.standbys)
+    return replace(world, since=now), (Publish(roster),)
+
+
+def publish_end(world: World, event: object, now: float) -> Outcome:
+    """Propose that the generation is finished; called with the next one open."""
+    return world, (Publish(assignment.final(_last(world), world.shortfall or "all members have completed")),)
+
+
+def give_up_draining(world: World, event: object, now: float) -> Outcome:
+    """The last checkpoints have not become durable in time: the end comes all the same, and says so."""
+    return replace(
+        world, shortfall=f"the last checkpoints were not durable within {now - (world.since or 0.0):g} s"
+    ), ()
+
+
+def enter(world: World, event: object, now: float) -> Outcome:
+    """Act on the roster that won. Whom it leaves out is dead: nobody may publish otherwise (P5)."""
+    roster = world.published[world.generation]
+    ranks = {m.incarnation: m.rank for m in roster.members}
+    left_out = {i: Died(i, 0) for i in world.ranks if i not in ranks}
+    dead = {**left_out, **world.dead}
+    fresh = any(i in world.standbys for i in ranks)
+    entered = replace(
+        world,
+        roster=roster,
+        ranks=ranks,
+        dead=dead,
+        lost=frozenset(i for i in ranks if i in dead),
+        standbys=_without(world.standbys, ranks),
+        false_starts=() if fresh else world.false_starts,
+    )
+    return entered, (Enter(roster),)
+
+
+def drain(world: World, event: object, now: float) -> Outcome:
+    """See to the last intended checkpoints."""
+    return replace(world, since=now), (Drain(world.generation),)
+
+
+def finish(world: World, event: object, now: float) -> Outcome:
+    """Let the members return."""
+    return world, (Finish(_last(world).generation),)
+
+
+# Ends.
+
+
+def end_hopeless(world: World, event: object, now: float) -> Outcome:
+    """No restart is left; called after `report`, which has put the fault among the causes."""
+    return world, (End(1, policy.decide(world.policy, world.generation, world.causes).reason),)
+
+
+def end_unstartable(world: World, event: object, now: float) -> Outcome:
+    """Fresh processes fail before they have a rank."""
+    times, last = len(world.false_starts), world.false_starts[-1]
+    return world, (
+        End(1, f"{times} fresh processes in a row ended before they had a rank, the last with status {last.status}"),
+    )
+
+
+def end_too_late(world: World, event: object, now: float) -> Outcome:
+    """A wait is over. A world that has run before is not at fault: its node is to be replaced."""
+    if world.phase is Phase.PUBLISHING:
+        lacking = "an answer from the store that holds the rosters"
+    elif missing := awaited(world):
+        lacking = "the death of " + ", ".join(f"rank {world.ranks[i]} ({i})" for i in missing)
+    else:
+        lacking = f"fresh processes for {world.wanting} of {world.policy.world_size} ranks"
+    waited = now - (world.since or 0.0)
+    code = 75 if world.roster else 1
+    return world, (End(code, f"generation {world.generation} waited {waited:g} s for {lacking}"),)
+
+
+def end_failed_exit(world: World, event: object, now: float) -> Outcome:
+    """The work is done and durable, but a member did not exit well: no restart (P14)."""
+    worst = min((i for i in world.lost if world.dead[i].status != 0), key=lambda i: world.ranks[i])
+    text = f"rank {world.ranks[worst]} ended with status {world.dead[worst].status} after all had completed"
+    return world, (End(1, text),)
+
+
+def end_done(world: World, event: object, now: float) -> Outcome:
+    """All members have ended with 0."""
+    return world, (End(1, world.shortfall) if world.shortfall else End(0, "all members have completed"),)
+
+
+def end_requested(world: World, event: EndRequested, now: float) -> Outcome:
+    """Somebody outside wants it so."""
+    return world, (End(event.code, event.reason),)
+
+
+def _kill(world: World, whom: Sequence[Incarnation], reason: str) -> Outcome:
+    new = [i for i in whom if world.may_kill(i)]
+    killed = replace(world, killed=world.killed | set(new), standbys=_without(world.standbys, new))
+    return killed, tuple(Kill(i, reason) for i in new)
+
+
+def _without(standbys: Standbys, whom: Iterable[Incarnation]) -> Standbys:
+    gone = set(whom)
+    return {i: s for i, s in standbys.items() if i not in gone}
+
+
+def _last(world: World) -> Roster:
+    assert world.roster is not None, "a generation that was never entered cannot end"
+    return world.roster

@@ -1,0 +1,139 @@
+"""Questions that the world's table asks before it moves. Each is named as the diagram shows it.
+
+A guard reads; it changes nothing and orders nothing. Which of two that hold goes first is said in the table.
+"""
+
+from everstep.recovery.core import policy
+from everstep.recovery.core.state import World, awaited, give_up_by, stop_by
+from everstep.recovery.core.words import Died, Fault, Incarnation, Wedged
+
+FALSE_STARTS = 3
+"""So many fresh processes in a row that fail before they have a rank end the job: the next would fail too."""
+
+
+def always(world: World, event: object, now: float) -> bool:
+    """Nothing is asked."""
+    return True
+
+
+def published(world: World, event: object, now: float) -> bool:
+    """It is known which roster won for the open generation."""
+    return world.generation in world.published
+
+
+def finished(world: World, event: object, now: float) -> bool:
+    """It is published that the generation before the open one is finished."""
+    return world.generation in world.published and not world.published[world.generation].members
+
+
+def succeeded(world: World, event: object, now: float) -> bool:
+    """The next roster stands already: others know of a fault, or of the end, that we have not heard of."""
+    return world.generation + 1 in world.published
+
+
+def faulted(world: World, event: object, now: float) -> bool:
+    """The generation has a fault."""
+    return cause(world) is not None
+
+
+def hopeless(world: World, event: object, now: float) -> bool:
+    """The generation has a fault, and there will be no restart."""
+    found = cause(world)
+    return found is not None and not policy.decide(world.policy, world.generation, (*world.causes, found)).go_on
+
+
+def all_completed(world: World, event: object, now: float) -> bool:
+    """Every member's function has returned."""
+    return all(world.has_completed(i) for i in world.ranks)
+
+
+def complete(world: World, event: object, now: float) -> bool:
+    """Every member of the last roster has arrived or is dead, and every gap has a standby."""
+    return world.wanting == 0 and not awaited(world) and not dirty(world)
+
+
+def unfit(world: World, event: object, now: float) -> bool:
+    """Somebody of this node has arrived whose process differs from a fresh one (P9)."""
+    return any(world.may_kill(i) for i in dirty(world))
+
+
+def overdue(world: World, event: object, now: float) -> bool:
+    """Somebody of this node has not left the old generation within the deadline."""
+    return now >= stop_by(world) and any(world.may_kill(i) for i in awaited(world))
+
+
+def short(world: World, event: object, now: float) -> bool:
+    """This node should find more fresh processes than it was asked for."""
+    return world.wanting_here > world.asked
+
+
+def cannot_start(world: World, event: object, now: float) -> bool:
+    """Processes are wanted, and the last ones all failed before they had a rank."""
+    return world.wanting > 0 and len(world.false_starts) >= FALSE_STARTS
+
+
+def too_late(world: World, event: object, now: float) -> bool:
+    """What was waited for has not come within the deadline."""
+    return now >= give_up_by(world)
+
+
+def failed_exit(world: World, event: object, now: float) -> bool:
+    """A member of the finished generation did not end with 0."""
+    return any(world.dead[i].status != 0 for i in world.lost)
+
+
+def all_gone(world: World, event: object, now: float) -> bool:
+    """Every member of the finished generation has ended."""
+    return len(world.lost) == len(world.ranks)
+
+
+def member(world: World, event: Wedged, now: float) -> bool:
+    """It is a member of the roster."""
+    return world.listed(event.incarnation)
+
+
+def ours(world: World, event: Wedged, now: float) -> bool:
+    """It is a member or a standby of this node."""
+    return world.may_kill(event.incarnation)
+
+
+def explains(world: World, event: Died | Wedged, now: float) -> bool:
+    """The gathering began with an exception of somebody else, who may only have lost the connection to this one."""
+    last = world.causes[-1] if world.causes else None
+    return (
+        last is not None
+        and (last.generation, last.kind) == (world.generation - 1, "exception")
+        and last.incarnation != event.incarnation
+        and world.listed(event.incarnation)
+        and event.incarnation not in world.here.keys() | world.killed
+    )
+
+
+def cause(world: World) -> Fault | None:
+    """Return the first fault of the present generation that concerns its roster (P17), or the death of a member."""
+    for fault in world.faults:
+        if fault.generation == world.generation and (fault.incarnation is None or world.listed(fault.incarnation)):
+            return fault
+    gone = [i for i in world.lost if not world.has_completed(i)]
+    return blame(world, world.dead[min(gone, key=lambda i: world.ranks[i])]) if gone else None
+
+
+def blame(world: World, event: Died | Wedged) -> Fault:
+    """Put a death or a wedged process into a fault record of the roster that lists it."""
+    roster = world.roster
+    assert roster is not None, "only members are blamed"
+    if isinstance(event, Wedged):
+        kind, text = "wedged", event.text
+    else:
+        kind, text = "left" if event.status == 0 else "death", _ending(event.status)
+    rank = world.ranks[event.incarnation]
+    return Fault(roster.generation, kind, f"agent {world.node}", event.incarnation, rank, event.step, text)
+
+
+def dirty(world: World) -> list[Incarnation]:
+    """Return the members that have arrived with something in them that a fresh process does not have."""
+    return [i for i, facts in world.survivors.items() if facts.dirt]
+
+
+def _ending(status: int) -> str:
+    return f"ended with status {status}" if status >= 0 else f"ended by signal {-status}"

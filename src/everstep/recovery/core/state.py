@@ -1,0 +1,143 @@
+"""What an agent knows of the world: facts, and the phase that follows from them.
+
+Rule 1: facts only grow within their generation; they are dropped when it is over, never changed.
+Rule 2: what can be derived is not stored, but for `ranks` and `lost`: they spare a walk over all ranks at every event.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from everstep.recovery.core.assignment import Standby
+from everstep.recovery.core.words import Died, Facts, Fault, Incarnation, Member, Policy, Roster, Stage
+
+
+class Phase(enum.Enum):
+    """Where the world stands, as this agent sees it."""
+
+    GATHERING = "gathering"  # the roster of `generation` is open
+    PUBLISHING = "publishing"  # a roster for `generation`, or the end, has been proposed; not yet known who won
+    RUNNING = "running"  # the roster of `generation` has been entered
+    DRAINING = "draining"  # all members have completed; the last intended checkpoints are on their way
+    FINISHING = "finishing"  # it is published that the generation is finished; members return and exit
+    ENDED = "ended"  # the job is over
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One agent's view. Early facts of later generations are kept, for they come only once for certain."""
+
+    node: str
+    policy: Policy
+    epoch: int
+    phase: Phase = Phase.GATHERING
+    generation: int = 0  # open (gathering, publishing) or entered (running, draining); finishing: the one not to come
+    since: float | None = None  # when this phase's deadline began to run; None before the first event
+    roster: Roster | None = None  # the last one entered
+    ranks: Mapping[Incarnation, int] = field(default_factory=dict[Incarnation, int])  # of `roster`
+    lost: frozenset[Incarnation] = frozenset()  # members of `roster` that are dead
+    standbys: Mapping[Incarnation, Standby] = field(default_factory=dict[Incarnation, Standby])
+    arrived: Mapping[int, Mapping[Incarnation, Facts]] = field(default_factory=dict[int, Mapping[Incarnation, Facts]])
+    completed: Mapping[int, frozenset[Incarnation]] = field(default_factory=dict[int, frozenset[Incarnation]])
+    published: Mapping[int, Roster] = field(default_factory=dict[int, Roster])
+    faults: tuple[Fault, ...] = ()  # known, of this and later generations
+    causes: tuple[Fault, ...] = ()  # why each generation before this one ended, as far as it is known here
+    dead: Mapping[Incarnation, Died] = field(default_factory=dict[Incarnation, Died])
+    killed: frozenset[Incarnation] = frozenset()  # by our own order
+    asked: int = 0  # fresh processes that this node was asked for and that have not been announced
+    false_starts: tuple[Died, ...] = ()  # fresh processes that failed, since a fresh one last took a rank
+    shortfall: str = ""  # what was given up on the way to the end
+
+    def may_kill(self, incarnation: Incarnation) -> bool:
+        """Tell whether this is a process of our node that has not been ordered killed."""
+        if incarnation in self.ranks:
+            node = self.members[self.ranks[incarnation]].node
+        elif incarnation in self.standbys:
+            node = self.standbys[incarnation].facts.node
+        else:
+            return False
+        return node == self.node and incarnation not in self.killed
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of the last roster entered, dead ones included."""
+        return self.roster.members if self.roster else ()
+
+    @property
+    def here(self) -> Mapping[Incarnation, Facts]:
+        """Who has arrived for the present generation."""
+        return self.arrived.get(self.generation, {})
+
+    @property
+    def survivors(self) -> Mapping[Incarnation, Facts]:
+        """Members of the last roster that have arrived and live: a death overrides an arrival."""
+        here = self.here
+        return {i: here[i] for i in self.ranks if i in here and i not in self.lost}
+
+    def listed(self, incarnation: Incarnation | None) -> bool:
+        """Tell whether the last roster entered names this incarnation."""
+        return incarnation in self.ranks
+
+    def stage_of(self, incarnation: Incarnation) -> Stage:
+        """Say how far this process has come: for its own agent, to be told with its death."""
+        if incarnation not in self.ranks:
+            return "fresh"
+        return "completed" if incarnation in self.returners else "running"
+
+    @property
+    def returners(self) -> frozenset[Incarnation]:
+        """Whose function has returned in the generation of the last roster."""
+        return self.completed.get(self.roster.generation, frozenset()) if self.roster else frozenset()
+
+    def has_completed(self, incarnation: Incarnation) -> bool:
+        """Tell whether this member's function has returned; one that is dead must also have ended with 0."""
+        end = self.dead.get(incarnation)
+        known = incarnation in self.returners
+        return known if end is None else end.status == 0 and (known or end.stage == "completed")
+
+    @property
+    def wanting(self) -> int:
+        """How many ranks have nobody to take them, in the whole world."""
+        gaps = len(self.lost) if self.roster else self.policy.world_size
+        return max(0, gaps - len(self.standbys))
+
+    @property
+    def wanting_here(self) -> int:
+        """How many of them this node should find a process for."""
+        own = sum(s.facts.node == self.node for s in self.standbys.values())
+        if self.roster is None:
+            gaps = self.policy.local_world_size or self.policy.world_size
+        else:
+            gaps = sum(m.node == self.node for m in self.roster.members if m.incarnation in self.lost)
+        return min(self.wanting, max(0, gaps - own))
+
+
+def awaited(world: World) -> list[Incarnation]:
+    """Return the members that have neither arrived nor died; one that is being killed is awaited until it is dead."""
+    here, killed = world.here, world.killed
+    return [i for i in world.ranks if i not in world.lost and (i not in here or i in killed)]
+
+
+def stop_by(world: World) -> float:
+    """When members that have not arrived are killed."""
+    return (world.since or 0.0) + world.policy.stop_deadline_s
+
+
+def give_up_by(world: World) -> float:
+    """When waiting for processes, deaths, the store (and, while draining, for checkpoints) ends."""
+    since, policy = world.since or 0.0, world.policy
+    if world.phase is Phase.DRAINING:
+        return since + policy.drain_deadline_s
+    return since + policy.start_deadline_s + (policy.stop_deadline_s if world.roster else 0.0)
+
+
+def wake_at(world: World) -> float | None:
+    """Return when a driver must step with `Ticked` at the latest; None while no deadline runs."""
+    match world.phase:
+        case Phase.GATHERING:
+            staying = any(world.may_kill(i) for i in awaited(world))
+            return stop_by(world) if staying else give_up_by(world)
+        case Phase.PUBLISHING | Phase.DRAINING:
+            return give_up_by(world)
+        case Phase.RUNNING | Phase.FINISHING | Phase.ENDED:
+            return None
