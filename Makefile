@@ -36,10 +36,10 @@ test-pure-312:  ## the pure tests without torch on Python 3.12, where it is inst
 	py=$$("$$new" scripts/setup.py pure) && "$$py" -m pytest -q tests/unit
 
 venv:  ## the environment to develop in
-	@echo "ready: $$($(SETUP) dev)"
+	@py=$$($(SETUP) dev) && echo "ready: $$py"
 
 peers:  ## an environment of its own for the library that we compare with
-	@echo "ready: $$($(SETUP) peers)"
+	@py=$$($(SETUP) peers) && echo "ready: $$py"
 
 clean:  ## all that make has made, the environments and the demo's runs included
 	rm -rf .venv .venv-* .demo .mypy_cache .ruff_cache .import_linter_cache .pytest_cache build dist

@@ -83,7 +83,7 @@ def find(version: str) -> str:
     return ""
 
 
-def answers(interpreter: str | Path) -> str:
+def answers(interpreter) -> str:
     """Return `major.minor` of an interpreter, or "" where it does not run."""
     told = "import sys; print('%d.%d' % sys.version_info[:2])"
     try:
@@ -188,6 +188,7 @@ def run(command: list, quiet: bool = False) -> str:
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE if quiet else None
     )
     if done.returncode:
+        print("\n".join((done.stderr or "").splitlines()[-30:]), file=sys.stderr)
         raise CannotSetUp(explain_failure((done.stdout or "") + (done.stderr or "")))
     return done.stdout or ""
 
