@@ -8,6 +8,7 @@ Rule 3: an alias is a leaf of its own whose bytes are the original's: `alias_of`
 Rule 4: who else holds the same bytes is said, never guessed by a reader:
     sharded     `offsets` and `shape` are this rank's rectangle of `global_shape`
     replicated  every rank of the world holds this rectangle, bit for bit: one of them need write it (C8)
+                (ranks with one rectangle of one DTensor are replicas too, where a mesh dimension replicates)
     per_rank    belongs to this rank alone and may differ from a namesake: `qualified` makes its name unique
 Rule 5: the JSON carries a version; a reader of version 1 ignores fields it does not know.
 

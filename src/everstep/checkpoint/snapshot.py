@@ -1,0 +1,307 @@
+"""The worker's side of the memory tier: takes a snapshot of this rank after every step, and restores one.
+
+    begin(rank, world_size, instructions)     a generation begins; instructions are the agent's, under our prefix
+    bind(state)                               what run.steps was given; buffers are asked for and mapped
+    restore() … restore_generators()          where the instructions name a snapshot in memory
+    take(step, hold)                          at the loop boundary, after everything the body did
+    settle()                                  the function is left: nothing of this generation is written any more
+
+Rule 1: a buffer is cleared before it is written and sealed after: a kill at any instant leaves it void.
+Rule 2: on the CPU the copy is whole when `take` returns. On CUDA the ticker seals (`poll`), or the next `take`.
+Rule 3: the message to the agent costs the loop nothing: steps send none. Only a hold and a larger buffer do.
+Rule 4: nothing here outlives a generation but mappings: the model goes with its generation.
+
+`on_message` is called by the thread that owns the link, `poll` by the ticker, everything else by the main thread.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from everstep.checkpoint.buffers import Buffer, BufferSet
+from everstep.checkpoint.core.layout import Layout, Leaf
+from everstep.checkpoint.core.plan import MEMORY
+from everstep.checkpoint.core.rotation import Slot, choose, grants
+from everstep.checkpoint.core.segment import HEADER_BYTES, Header, needed_bytes, seal, unseal, write
+from everstep.checkpoint.staging import Copy, DeviceStager, HostStager, Stager
+from everstep.checkpoint.walk import StateWalk
+from everstep.clock import SYSTEM, Clock
+from everstep.errors import DamagedCheckpoint, MemoryShortage, ProtocolError
+
+Message = Mapping[str, Any]
+Send = Callable[[Message], None]
+
+ATTACH_DEADLINE_S = 300.0  # buffers of tens of GiB are allocated in full before they are handed out
+GROWTH = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One snapshot. `held`: the buffer stays as it is until `release`."""
+
+    step: int
+    buffer: int
+    bytes: int
+    seconds: float
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What was restored."""
+
+    step: int
+    tier: str
+    bytes: int
+    seconds: float
+    why: str
+
+
+@dataclass(slots=True)
+class _Pending:
+    buffer: Buffer
+    sequence: int
+    copy: Copy
+
+
+class Snapshotter:
+    """One per worker process."""
+
+    def __init__(self, send: Send, *, clock: Clock = SYSTEM, deadline_s: float = ATTACH_DEADLINE_S) -> None:
+        self._send = send
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._replies: queue.SimpleQueue[tuple[Message, Sequence[int]]] = queue.SimpleQueue()
+        self._asked = 0
+        self._sets: dict[int, BufferSet] = {}
+        self._lock = threading.Lock()
+        self._held: frozenset[int] = frozenset()
+        self._pending: _Pending | None = None
+        self._sequence = 0
+        self._taken_in_set = 0
+        self._on_device = False
+        self._stager: Stager = HostStager()
+        self.rank, self.world_size = 0, 1
+        self.instructions: Message = {}
+        self.walk: StateWalk | None = None
+
+    # A generation.
+
+    def begin(self, rank: int, world_size: int, instructions: Message) -> None:
+        """A generation begins: `instructions` is what the shelf said to this rank with the roster."""
+        self.settle()
+        if rank != self.rank:
+            self._keep({})  # state follows the rank number (EXPERIMENTS B6)
+        self.rank, self.world_size, self.instructions = rank, world_size, instructions
+
+    def bind(self, state: Mapping[str, object]) -> None:
+        """Take the objects whose state is kept, and have buffers that hold it.
+
+        Raises TypeError naming what cannot be kept, MemoryShortage where the node cannot hold the snapshots.
+        """
+        self.walk = StateWalk(state, rank=self.rank, world_size=self.world_size)
+        self._on_device = self.walk.on_device()
+        self._stager = DeviceStager(self.walk.optimizers) if self._on_device else HostStager()
+        self._attach(self.walk.estimate())
+
+    def restore(self) -> Recovered | None:
+        """Write the chosen snapshot into the bound objects, generators excepted; None where memory holds none.
+
+        DamagedCheckpoint where it cannot be read: the agent is told, and the next plan does without it.
+        """
+        source = self.instructions.get("restore")
+        if source is None or source["tier"] != MEMORY:
+            return None
+        started = self._clock.now()
+        layout, payload = self._source(source)
+        size = self._walk().restore(layout, payload)
+        why = str(self.instructions.get("reason", ""))
+        return Recovered(source["step"], MEMORY, size, self._clock.now() - started, why)
+
+    def restore_generators(self) -> None:
+        """Set the random generators: after everything that draws at construction, right before the first step."""
+        source = self.instructions.get("restore")
+        if source is not None and source["tier"] == MEMORY:
+            self._walk().restore_generators(*self._source(source))
+
+    def settle(self) -> None:
+        """End what is under way and let go of the model; whole copies are sealed. Nothing is written afterwards."""
+        with self._lock:
+            pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.copy.wait()
+            seal(pending.buffer.bytes, pending.sequence)
+        self._stager.close()
+        self._stager, self.walk = HostStager(), None
+        for each in self._sets.values():
+            each.reread()
+
+    def close(self) -> None:
+        """The worker ends, or takes no more snapshots."""
+        self.settle()
+        self._keep({})
+
+    # A step.
+
+    def take(self, step: int, hold: bool = False) -> Taken:
+        """Take the snapshot after `step`; `hold` keeps its buffer for a slower tier where one can be spared."""
+        started = self._clock.now()
+        walk = self._walk()
+        layout, parts = walk.collect()
+        meta = walk.encode(layout)
+        size = needed_bytes(layout.payload_bytes, len(meta))
+        self._finish_pending()
+        if size > self._current().size:
+            self._attach(int(size * GROWTH))
+        buffer, held = self._next(hold)
+        self._sequence += 1
+        buffer.sequence = self._sequence
+        unseal(buffer.bytes)
+        early, late = buffer.pairs(HEADER_BYTES, parts[: walk.stable], parts[walk.stable :])
+        under_way = self._stager.stage(early, late)
+        write(buffer.bytes, self._header(step, layout, meta), meta)
+        if under_way is None:
+            seal(buffer.bytes, self._sequence)
+        else:
+            self._pending = _Pending(buffer, self._sequence, under_way)
+        self._after(buffer, step, held)
+        return Taken(step, buffer.number, size, self._clock.now() - started, held)
+
+    def poll(self) -> bool:
+        """Seal a copy that is done; True when none is under way. Any thread; never waits."""
+        with self._lock:
+            if self._pending is not None and self._pending.copy.done():
+                seal(self._pending.buffer.bytes, self._pending.sequence)
+                self._pending = None
+            return self._pending is None
+
+    def release(self, buffer: int) -> None:
+        """A held buffer may be written again."""
+        with self._lock:
+            self._held -= {buffer}
+
+    # The agent.
+
+    def on_message(self, message: Message, fds: Sequence[int]) -> None:
+        """A message of our prefix has come over the link."""
+        if message["kind"] == "snapshot.released":
+            self.release(message["buffer"])
+        else:
+            self._replies.put((message, fds))
+
+    def _attach(self, size: int) -> None:
+        """Have buffers of at least `size` bytes mapped, and know which are held."""
+        self._asked += 1
+        self._send({"kind": "snapshot.attach", "ask": self._asked, "bytes": size, "have": sorted(self._sets)})
+        message, fds = self._reply()
+        if message["kind"] == "snapshot.refused":
+            raise MemoryShortage(message["text"])
+        taken = 0
+        kept: dict[int, BufferSet] = {}
+        for body in message["sets"]:
+            number, count = body["set"], len(body["buffers"])
+            if not body["sent"]:
+                kept[number] = self._sets[number]
+                continue
+            kept[number] = BufferSet.from_message(body, fds[taken : taken + count])
+            taken += count
+        self._keep(kept)
+        self._taken_in_set = 0
+        for each in kept.values():
+            each.reread()
+            if self._on_device:
+                each.page_lock()
+        with self._lock:
+            self._held = frozenset(message["held"])
+        self._sequence = max((b.sequence for s in kept.values() for b in s.buffers.values()), default=0)
+
+    def _reply(self) -> tuple[Message, Sequence[int]]:
+        deadline = self._clock.now() + self._deadline_s
+        while (left := deadline - self._clock.now()) > 0:
+            try:
+                message, fds = self._replies.get(timeout=left)
+            except queue.Empty:
+                break
+            if message.get("ask") == self._asked:
+                return message, fds
+            for fd in fds:  # the answer to a question of a generation that was interrupted
+                os.close(fd)
+        raise ProtocolError(
+            f"rank {self.rank}: the agent has not answered {self._deadline_s:.0f} s after it was asked for snapshot "
+            "buffers. It allocates them in full first; look at its log for a shortage of memory or a blocked loop."
+        )
+
+    # Inside.
+
+    def _walk(self) -> StateWalk:
+        if self.walk is None:
+            raise ProtocolError("no state is bound: call bind(state) after begin() and before restore() or take().")
+        return self.walk
+
+    def _keep(self, sets: dict[int, BufferSet]) -> None:
+        for number, each in self._sets.items():
+            if number not in sets:
+                each.drop()
+        self._sets = sets
+
+    def _current(self) -> BufferSet:
+        return self._sets[max(self._sets)]
+
+    def _source(self, source: Message) -> tuple[Layout, Callable[[Leaf], memoryview]]:
+        number, step = source["buffer"], source["step"]
+        buffer = next((s.buffers[number] for s in self._sets.values() if number in s.buffers), None)
+        header = "not among the buffers of this rank" if buffer is None else buffer.header()
+        if buffer is None or isinstance(header, str) or header.step != step:
+            why = header if isinstance(header, str) else f"holds step {header.step}"
+            self._damaged(number, step, why)
+        try:
+            return buffer.layout(header), lambda leaf: buffer.payload(header, leaf)
+        except DamagedCheckpoint as error:
+            self._damaged(number, step, str(error))
+
+    def _damaged(self, buffer: int, step: int, why: str) -> NoReturn:
+        self._send({"kind": "snapshot.damaged", "buffer": buffer, "step": step, "why": why})
+        raise DamagedCheckpoint(
+            f"rank {self.rank}: buffer {buffer} should hold the snapshot of step {step} but: {why}. It is struck out; "
+            "the next generation begins from another copy."
+        )
+
+    def _header(self, step: int, layout: Layout, meta: bytes) -> Header:
+        epoch, generation, parent = self.instructions["lineage"]
+        return Header(
+            self._sequence, step, epoch, generation, parent, self.rank, self.world_size, layout.payload_bytes, len(meta)
+        )
+
+    def _next(self, hold: bool) -> tuple[Buffer, bool]:
+        buffers = self._current().buffers
+        with self._lock:
+            held = self._held & buffers.keys()
+            number = choose([Slot(b.number, b.sequence) for b in buffers.values()], held)
+            if number is None:
+                raise ProtocolError(
+                    f"rank {self.rank}: all {len(buffers)} snapshot buffers are held; a hold is granted only while "
+                    "three are left to rotate."
+                )
+            granted = hold and grants(len(buffers), held, number)
+            if granted:
+                self._held |= {number}
+        return buffers[number], granted
+
+    def _finish_pending(self) -> None:
+        """The host is a step ahead of the device: wait for the last copy, or a kill could find no sealed one."""
+        pending = self._pending
+        if pending is not None and not self.poll():
+            pending.copy.wait()
+            self.poll()
+
+    def _after(self, buffer: Buffer, step: int, held: bool) -> None:
+        if held:
+            self._send({"kind": "snapshot.hold", "buffer": buffer.number, "step": step})
+        self._taken_in_set += 1
+        if len(self._sets) > 1 and self._taken_in_set == len(self._current().buffers):
+            old = sorted(self._sets)[:-1]
+            self._keep({max(self._sets): self._current()})
+            self._send({"kind": "snapshot.outgrown", "sets": old})
