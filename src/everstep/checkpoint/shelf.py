@@ -1,0 +1,295 @@
+"""The agent's side of the memory tier: holds the buffers of every rank, and decides what a generation begins from.
+
+Rule 1: buffers are the agent's: they outlive the worker that wrote them and are handed to whoever holds the rank next.
+Rule 2: the agent reads headers itself; no word of a worker is needed, least of all of a dead one.
+Rule 3: what is newer than the chosen step, or not on the living line, is void before the new generation steps.
+Rule 4: memory is judged before it is allocated, in full, in slices that keep the agent's loop free.
+Rule 5: a held buffer stays as it is until it is released, whatever becomes of its worker.
+
+Messages from a worker: `attach` (its state needs so many bytes; it has these sets mapped), `hold`, `outgrown`,
+`damaged`. To a worker: `buffers` with descriptors, `refused`, `released`. Without torch and numpy.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.checkpoint import memory
+from everstep.checkpoint.core.budget import Memory, Need, shortage, size
+from everstep.checkpoint.core.plan import MEMORY, Branch, Committed, Plan, Sealed, choose
+from everstep.checkpoint.core.rotation import ROTATING
+from everstep.checkpoint.core.segment import Header
+from everstep.checkpoint.segments import Segment, SegmentSet
+from everstep.errors import MemoryShortage, ProtocolError
+from everstep.events import Notice, TierEvent
+from everstep.recovery.api import Child, Host, Message
+from everstep.recovery.core.words import Roster
+
+SLICE = 64 << 20
+"""Bytes allocated in one turn of the agent's loop: about 20 ms."""
+
+Older = Callable[[], Sequence[Committed]]
+"""What slower tiers have committed, whole worlds each, in any order. Called on the agent's thread; must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """A worker waits for buffers."""
+
+    rank: int
+    number: int
+    have: frozenset[int]
+
+
+class Shelf:
+    """The memory tier as a companion of the agent. `readers`: slower tiers that read buffers at their own pace."""
+
+    prefix = "snapshot"
+
+    def __init__(
+        self,
+        *,
+        cap_bytes: int | None = None,
+        readers: int = 1,
+        older: Older | None = None,
+        look: Callable[[], Memory] = memory.read,
+    ) -> None:
+        self._cap = cap_bytes
+        self._buffers = ROTATING + readers
+        self._older = older
+        self._look = look
+        self._sets: dict[int, SegmentSet] = {}
+        self._next_buffer: defaultdict[int, int] = defaultdict(int)
+        self._next_set = 0
+        self._held: defaultdict[int, set[int]] = defaultdict(set)
+        self._asks: list[_Ask] = []
+        self._branches: list[Branch] = []
+        self._struck: set[tuple[int, int]] = set()
+        self._struck_older: set[tuple[str, int]] = set()
+        self._told: int | None = None
+        self._host_given: Host | None = None
+        self.plan: Plan | None = None
+
+    # What the disk tier asks for.
+
+    def fd(self, rank: int, buffer: int) -> int:
+        """Return the descriptor of a buffer; ours, valid while the buffer is held or its rank needs it."""
+        return self._segment(rank, buffer).fd
+
+    def header(self, rank: int, buffer: int) -> Header | str:
+        """Return what a buffer says of itself, or why it says nothing."""
+        return self._segment(rank, buffer).header()
+
+    def hold(self, rank: int, buffer: int) -> None:
+        """Keep a buffer as it is until `release`."""
+        self._segment(rank, buffer)
+        self._held[rank].add(buffer)
+
+    def release(self, rank: int, buffer: int) -> None:
+        """The reader is done, or gone: the buffer may be written again. Twice is once."""
+        if buffer in self._held[rank]:
+            self._held[rank].discard(buffer)
+            self._host.send(rank, {"kind": "snapshot.released", "buffer": buffer})
+            self._forget_retired()
+
+    def held(self, rank: int) -> frozenset[int]:
+        """Return the buffers of a rank that are held."""
+        return frozenset(self._held[rank])
+
+    @property
+    def bytes(self) -> int:
+        """What the snapshots of this node take."""
+        return sum(each.bytes for each in self._sets.values())
+
+    # The agent.
+
+    def start(self, host: Host) -> None:
+        """See `Companion.start`."""
+        self._host_given = host
+
+    def on_message(self, rank: int, message: Message, fds: Sequence[int]) -> None:
+        """See `Companion.on_message`."""
+        del fds  # workers send us none
+        match message["kind"]:
+            case "snapshot.attach":
+                self._attach(_Ask(rank, message["ask"], frozenset(message["have"])), message["bytes"])
+            case "snapshot.hold":
+                self.hold(rank, message["buffer"])
+            case "snapshot.outgrown":
+                for number in message["sets"]:
+                    self._sets[number].retired = True
+                self._forget_retired()
+            case "snapshot.damaged":
+                self._strike(rank, message)
+            case other:
+                raise ProtocolError(f"rank {rank} sent {other!r} to the memory tier; it knows attach, hold, outgrown, "
+                                    "damaged. Worker and agent are of different versions.")  # fmt: skip
+
+    def on_child_message(self, child: Child, message: Message, fds: Sequence[int]) -> None:
+        """See `Companion.on_child_message`: the memory tier has no helpers."""
+
+    def on_child_exit(self, child: Child, status: int) -> None:
+        """See `Companion.on_child_exit`."""
+
+    def on_stopped(self, generation: int) -> None:
+        """See `Companion.on_stopped`: whoever waited for buffers is gone or asks again."""
+        del generation
+        self._asks.clear()
+
+    def on_roster(self, roster: Roster) -> Mapping[int, Message]:
+        """See `Companion.on_roster`: what each rank begins from."""
+        self._asks.clear()
+        older = [c for c in (self._older() if self._older else ()) if (c.tier, c.step) not in self._struck_older]
+        plan = choose(roster.world_size, self.sealed(), self._branches, older, frozenset(self._struck))
+        for rank, buffer in plan.void:
+            if buffer not in self._held[rank]:  # a reader of it keeps it; its lineage keeps it out of every plan
+                self._segment(rank, buffer).void()
+        self._struck.clear()
+        self._branches.append(Branch(roster.epoch, roster.generation, plan.parent))
+        self.plan = plan
+        lineage = [roster.epoch, roster.generation, plan.parent]
+        return {
+            rank: {"restore": _source(plan, rank), "lineage": lineage, "held": sorted(self._held[rank]),
+                   "reason": plan.reason}
+            for rank in range(roster.world_size)
+        }  # fmt: skip
+
+    def on_tick(self, now: float) -> None:
+        """See `Companion.on_tick`: goes on with allocations."""
+        del now
+        self._proceed()
+
+    def drained(self, completed: bool) -> bool:
+        """See `Companion.drained`: a snapshot is done when it is sealed."""
+        del completed
+        return True
+
+    def problems(self) -> Sequence[str]:
+        """See `Companion.problems`."""
+        return ()
+
+    def close(self) -> None:
+        """See `Companion.close`."""
+        for each in self._sets.values():
+            each.close()
+        self._sets.clear()
+
+    def sealed(self) -> list[Sealed]:
+        """Read the headers of all buffers: what is sealed, oldest first."""
+        found: list[tuple[int, Sealed]] = []
+        for each in self._sets.values():
+            for buffer, segment in each.segments.items():
+                h = segment.header()
+                if isinstance(h, Header) and h.rank == each.rank:
+                    snapshot = Sealed(h.rank, buffer, h.step, h.epoch, h.generation, h.parent, h.world_size)
+                    found.append((h.sequence, snapshot))
+        return [snapshot for _, snapshot in sorted(found, key=lambda entry: entry[0])]
+
+    # Inside.
+
+    @property
+    def _host(self) -> Host:
+        assert self._host_given is not None, "start() comes first"
+        return self._host_given
+
+    def _segment(self, rank: int, buffer: int) -> Segment:
+        for each in self._sets.values():
+            if each.rank == rank and buffer in each.segments:
+                return each.segments[buffer]
+        raise ProtocolError(f"rank {rank} has no snapshot buffer {buffer}; it was released, or never was.")
+
+    def _of(self, rank: int) -> list[SegmentSet]:
+        return [each for each in self._sets.values() if each.rank == rank]
+
+    def _attach(self, ask: _Ask, needed: int) -> None:
+        mine = self._of(ask.rank)
+        if not mine or mine[-1].size < needed:
+            refusal = self._refusal(ask.rank, needed)
+            if refusal is not None:
+                self._refuse(ask, refusal)
+                return
+            first = self._next_buffer[ask.rank]
+            self._next_buffer[ask.rank] = first + self._buffers
+            self._sets[self._next_set] = SegmentSet(
+                self._next_set, ask.rank, needed, range(first, first + self._buffers)
+            )
+            self._next_set += 1
+            if mine:
+                text = f"rank {ask.rank} outgrew its buffers of {size(mine[-1].size)}: {size(needed)} each from now on"
+                self._host.emit(TierEvent(tier=MEMORY, what="grown", step=0, bytes=needed, text=text))
+        self._asks.append(ask)
+        self._proceed()
+
+    def _refusal(self, rank: int, needed: int) -> str | None:
+        """Judge what this rank asks for, and that the others will ask for as much."""
+        ranks = self._host.world_size
+        planned = {each.rank for each in self._sets.values() if each.size >= needed}
+        missing = len(set(range(ranks)) - planned | {rank}) * self._buffers * needed
+        need = Need(ranks, self._buffers, needed, missing, self.bytes)
+        found = self._look()
+        if self._told != needed:
+            self._told = needed
+            self._host.emit(Notice(text=f"snapshots in memory: {need}; {size(found.available)} are available"))
+        return shortage(need, found, self._cap)
+
+    def _refuse(self, ask: _Ask, text: str) -> None:
+        self._host.emit(Notice(level="error", text=f"rank {ask.rank}: {text}"))
+        self._host.send(ask.rank, {"kind": "snapshot.refused", "ask": ask.number, "text": text})
+
+    def _proceed(self) -> None:
+        """Allocate a slice, and answer whoever has waited for what is complete."""
+        left = SLICE
+        for each in [s for s in self._sets.values() if not s.ready]:
+            try:
+                left -= each.allocate(left)
+            except MemoryShortage as error:
+                self._give_up(each, str(error))
+        waiting = self._asks
+        self._asks = [ask for ask in waiting if not self._answer(ask)]
+        if any(not each.ready for each in self._sets.values()):
+            self._host.later(0.0)
+
+    def _answer(self, ask: _Ask) -> bool:
+        mine = self._of(ask.rank)
+        if not all(each.ready for each in mine):
+            return False
+        sets: list[dict[str, Any]] = []
+        fds: list[int] = []
+        for each in mine:
+            sent = each.number not in ask.have
+            sets.append({"set": each.number, "bytes": each.size, "buffers": list(each.segments), "sent": sent})
+            fds += [segment.fd for segment in each.segments.values()] if sent else []
+        body = {"kind": "snapshot.buffers", "ask": ask.number, "sets": sets, "held": sorted(self._held[ask.rank])}
+        self._host.send(ask.rank, body, fds)
+        return True
+
+    def _give_up(self, each: SegmentSet, text: str) -> None:
+        del self._sets[each.number]
+        each.close()
+        for ask in [a for a in self._asks if a.rank == each.rank]:
+            self._asks.remove(ask)
+            self._refuse(ask, text)
+
+    def _strike(self, rank: int, message: Message) -> None:
+        """A restore could not read its source (EXPERIMENTS M11)."""
+        tier, step, why = message.get("tier", MEMORY), message["step"], str(message["why"])
+        if tier == MEMORY:
+            self._struck.add((rank, message["buffer"]))
+        else:
+            self._struck_older.add((tier, step))
+        self._host.emit(TierEvent(tier=tier, what="damaged", step=step, text=f"rank {rank}: {why}"))
+
+    def _forget_retired(self) -> None:
+        for number, each in list(self._sets.items()):
+            if each.retired and not self._held[each.rank] & each.segments.keys():
+                del self._sets[number]
+                each.close()
+
+
+def _source(plan: Plan, rank: int) -> dict[str, Any] | None:
+    if plan.step is None:
+        return None
+    if plan.committed is None:
+        return {"step": plan.step, "tier": MEMORY, "buffer": plan.sources[rank]}
+    return {"step": plan.step, "tier": plan.tier, **plan.committed.where}
