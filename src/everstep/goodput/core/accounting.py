@@ -22,7 +22,7 @@ from everstep.goodput.core.figures import Figures, Tier, figures, read_tiers
 from everstep.goodput.core.lanes import Interval, Lane, LaneReader
 from everstep.goodput.core.recoveries import Recovery, recoveries
 from everstep.goodput.core.standing import floors, stood
-from everstep.goodput.core.story import Story, read_story
+from everstep.goodput.core.story import Generation, Process, Seat, Story, read_story
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,27 +166,33 @@ def _holes(story: Story, lanes: list[Lane]) -> list[str]:
 
 
 def _spares(story: Story) -> list[SpareTime]:
-    """Processes that stood ready: from their start to the roster that named them, their end, or the session's."""
-    names = {r.event.child_pid for _, r in story.moments if isinstance(r.event, ProcessStarted)
-             and r.event.name.startswith("spare")}  # fmt: skip
+    """Processes that stood ready: from their start to the roster that named them, their end, or the session's.
+
+    One that was started for a rank that waited for it never stood ready: its start is that rank's time.
+    """
+    names = {r.event.name for _, r in story.moments if isinstance(r.event, ProcessStarted)
+             and r.event.name.startswith(("spare", "worker"))}  # fmt: skip
     found: list[SpareTime] = []
     for process in story.processes:
-        if process.pid not in names:
+        took = _took(story, process)
+        if process.name not in names or (took is not None and took[1].why != "spare"):
             continue
         session = next((s for s in reversed(story.sessions) if s.start <= process.started), story.sessions[0])
-        took = next(
-            ((g, rank) for g in story.generations for rank, seat in g.seats.items()
-             if seat.pid == process.pid and g.start >= process.started), None,
-        )  # fmt: skip
         ends = [
             session.end,
             *([process.ended] if process.ended is not None else []),
             *([took[0].start] if took else []),
         ]
         end = max(process.started, min(ends))
-        seat = (took[1], took[0].index) if took else None
+        seat = (took[1].rank, took[0].index) if took else None
         found.append(SpareTime(process.name, process.pid, process.started, end, seat))
     return found
+
+
+def _took(story: Story, process: Process) -> tuple[Generation, Seat] | None:
+    """The first rank that a process ever held."""
+    seats = ((g, seat) for g in story.generations for seat in g.seats.values())
+    return next(((g, s) for g, s in seats if s.pid == process.pid and g.start >= process.started), None)
 
 
 def _losses(lanes: list[Lane], floor: list[int | None]) -> tuple[str, list[Loss]]:

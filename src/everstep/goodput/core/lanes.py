@@ -28,6 +28,7 @@ from everstep.goodput.core.axis import to_ns
 from everstep.goodput.core.story import Generation, Moment, Process, Seat, Session, Story
 
 LOOP = (Category.STEP, Category.DATA_WAIT, Category.SNAPSHOT, Category.CHECKPOINT_STALL)
+SETTLED = (Category.STEP, Category.TAIL)
 EARLY = to_ns(1.0)
 NAMES = {c.value: c for c in Category} | {Category.REDO.value: Category.STEP}
 """A step done again is a step: its first execution stands as lost, and one of the two is waste, not both (L1)."""
@@ -130,7 +131,9 @@ class _Spans:
         category = NAMES.get(name)
         if category in LOOP:
             self.stage = Category.STEP
-        elif self.stage is not Category.STEP and not (self.stage is Category.STARTUP and category is Category.STARTUP):
+        elif category is Category.COMPLETION:
+            self.stage = Category.TAIL
+        elif self.stage not in SETTLED and not (self.stage is Category.STARTUP and category is Category.STARTUP):
             self.stage = self.settled
         self.restored = self.restored or category is Category.RESTORE
         self.stack.append((category, "" if category else f"a span of the unknown category {name!r}"))
@@ -156,7 +159,7 @@ class _Spans:
         self.stack.append((Category.RESTORE, ""))
         self.move(at)
         self.stack.pop()
-        if self.stage is not Category.STEP:
+        if self.stage not in SETTLED:
             self.stage = self.settled
 
 

@@ -30,7 +30,10 @@ OUTSIDE = (Category.STARTUP, Category.REGROUP, Category.DETECTION, Category.STOP
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One fault and the way back. Parts that were never reached are None."""
+    """One fault and the way back. Parts that were never reached are None.
+
+    `step` is the plan's where our injector did it, else the one that was in flight: the first not done on all ranks.
+    """
 
     step: int | None
     rank: int | None
@@ -84,7 +87,7 @@ def _row(
     rank = harm.injured_rank if harm else cause.injured_rank
     seat = following.seats.get(rank) if following is not None and rank is not None else None
     return Recovery(
-        step=harm.step if harm else (cause.step if cause.step is not None else world),
+        step=harm.step if harm else world + 1,
         rank=rank, type=harm.type if harm else cause.kind, noticed_by=broken.first.noticed_by,
         detect_s=parts[0], stop_s=parts[1], regroup_s=parts[2], rebuild_s=parts[3], restore_s=parts[4],
         redo_s=parts[5], new_step_s=parts[6],

@@ -6,7 +6,7 @@ Rule 2: whoever a GenerationStarted names holds the rank until the next one. Wor
 then by the generation in their stamp, and only where that is missing by time.
 Rule 3: the first record of a fault gives the time, a death recorded later names the cause (events.FaultNoticed).
 Rule 4: a fault's instant is our injector's record where there is one, else the injured rank's last mark, else the
-record of the fault.
+record of the fault; never later than the end of a member that died of it.
 Not known here: what a second was spent on (lanes), and which steps stood (accounting).
 """
 
@@ -160,11 +160,14 @@ def _first_records_of_lives(story: Story) -> list[Moment]:
     """A RunStarted begins a session unless another node's agent is still in the one before."""
     starts: list[Moment] = []
     living: dict[str, int] = {}
+    words: dict[tuple[str, int], int] = {}  # an agent's first: it owns the zygote before it has read all flags
     for at, record in story.moments:
         boot, pid = record.stamp.boot_id, record.stamp.pid
-        if isinstance(record.event, RunStarted):
+        if isinstance(record.event, ProcessStarted) and living.get(boot) != pid:
+            words.setdefault((boot, pid), at)
+        elif isinstance(record.event, RunStarted):
             if not living or boot in living:
-                starts.append((at, record))
+                starts.append((words.pop((boot, pid), at), record))
                 living = {}
             living[boot] = pid
         elif isinstance(record.event, RunEnded):
@@ -256,7 +259,9 @@ def _breaks(story: Story, session: Session, begun: list[tuple[int, GenerationSta
             named = ", ".join(f"{e.type} at step {e.step} on rank {e.injured_rank}" for _, e in harm)
             story.notes.append(f"injected, but no fault was recorded (yet): {named}")
     return {
-        position: _break(story, found, injected.get(position, []), starts[position], ends[position])
+        position: _break(
+            story, found, injected.get(position, []), (begun[position][1], starts[position], ends[position])
+        )
         for position, found in noticed.items()
         if position < len(starts)
     }
@@ -273,16 +278,20 @@ def _break(
     story: Story,
     found: list[tuple[int, Record, FaultNoticed]],
     injected: list[tuple[int, FaultInjected]],
-    start: int,
-    end: int,
+    roster: tuple[GenerationStarted, int, int],
 ) -> Break:
-    at = found[0][0]
-    noticed = min(max(at, start), end)
+    members, start, end = roster
+    noticed = min(max(found[0][0], start), end)
     before = [t for t, _ in injected if t <= noticed]
     marks = [to_ns(e.last_mark_s) + story.axis.offsets[r.stamp.boot_id] for _, r, e in found if e.last_mark_s]
     instant = min(before) if before else (marks[0] if marks else noticed)
+    pids = {pid for _, _, pid, _ in members.members}
+    deaths = [p.ended for p in story.processes if p.pid in pids and p.ended is not None and not p.expected]
+    instant = min(
+        [instant, *(at for at in deaths if start <= at <= noticed)]
+    )  # a dead rank's time is detection at least
     return Break(
-        instant=min(max(instant, start), noticed),
+        instant=max(instant, start),
         noticed=noticed,
         records=tuple(e for _, _, e in found),
         injected=tuple(injected),

@@ -1,0 +1,52 @@
+"""How figures are put to people: the same in the terminal, on the page and in the line of a fault."""
+
+from everstep.goodput.core.recoveries import Recovery
+
+NONE = "–"
+TAKEN_BY = {"kept": "same process", "spare": "a spare", "started": "a new process"}
+MINUTE_S = 60
+MS_BELOW_S = 1.0
+FINE_BELOW_S = 10.0
+KIB = 1024
+
+
+def seconds(value: float | None) -> str:
+    """12 ms, 1.68 s, 36.4 s, 12 min 04 s."""
+    if value is None:
+        return NONE
+    if value == 0:
+        return "0"
+    if value < MS_BELOW_S:
+        return f"{value * 1e3:.1f} ms" if value * 1e3 < FINE_BELOW_S else f"{value * 1e3:.0f} ms"
+    if value < MINUTE_S:
+        return f"{value:.2f} s" if value < FINE_BELOW_S else f"{value:.1f} s"
+    return f"{int(value // MINUTE_S)} min {int(value % MINUTE_S):02d} s"
+
+
+def share(value: float | None) -> str:
+    """97.31 %."""
+    return NONE if value is None else f"{value:.2%}".replace("%", "\N{NO-BREAK SPACE}%")
+
+
+def size(value: float) -> str:
+    """1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < KIB:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= KIB
+    return f"{value:.1f} TiB"
+
+
+def count(number: int, noun: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def taken_by(recovery: Recovery) -> str:
+    """Who holds the injured rank after the fault."""
+    return TAKEN_BY.get(recovery.took_over, NONE)
+
+
+def maybe(value: float | int | str | None) -> str:
+    """The value, or a dash."""
+    return NONE if value is None else str(value)
