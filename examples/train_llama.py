@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import everstep
 
@@ -79,7 +79,7 @@ def build(args: argparse.Namespace):
     config.use_cache = False
     torch.manual_seed(args.seed)  # equal weights on every rank: FSDP2 shards what is there
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = LlamaForCausalLM(config) if known else AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if args.parallel == "ddp":  # one bucket layout for all steps: a rebuilt DDP would else sum in another order
         model = DistributedDataParallel(model, find_unused_parameters=True)
     else:

@@ -125,6 +125,21 @@ def prove(evidence: Evidence) -> tuple[Finding, ...]:
     return tuple(question(evidence) for question in questions)
 
 
+def same_training(plain: Tape, twin: Tape) -> Finding:
+    """Return whether the plain loop, which knows nothing of Everstep, trains to the very same bits."""
+    theirs, bad = plain.losses(), list[str]()
+    for x in twin.executions:
+        there = theirs.get((x.rank, x.step))
+        if there != x.loss:
+            bad.append(f"step {x.step} on rank {x.rank}: {there or 'nothing'} in the plain loop, {x.loss} in the twin")
+    hashes = [{x.rank: (x.model, x.optimizer) for x in tape.endings} for tape in (plain, twin)]
+    if hashes[0] != hashes[1]:
+        bad.append("the plain loop and the twin hash their state at the end to other values")
+    if not plain.executions or not plain.endings:
+        bad.insert(0, "the plain loop did not record its end")
+    return _holds("plain loop", f"{len(theirs)} losses and the state at the end are the twin's, bit for bit", bad)
+
+
 def step_s(tape: Tape, rank: int = 0) -> float | None:
     """Return the median time from step to step on a rank, warm-up and gaps between processes left out."""
     gaps: list[float] = []

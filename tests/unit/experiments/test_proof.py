@@ -6,7 +6,17 @@ from dataclasses import replace
 import pytest
 
 from everstep.errors import LedgerError
-from everstep.experiments.proof import Ending, Evidence, Execution, Struck, Tape, prove, read_tape, step_s
+from everstep.experiments.proof import (
+    Ending,
+    Evidence,
+    Execution,
+    Struck,
+    Tape,
+    prove,
+    read_tape,
+    same_training,
+    step_s,
+)
 from everstep.faults.core.plan import PlannedFault, Spec, plan_of
 
 STEPS, WORLD = 40, 2
@@ -308,3 +318,15 @@ def test_the_lethal_types_are_known_to_the_injector():
     from everstep.faults.core.plan import TYPES
 
     assert set(TYPES) > LETHAL
+
+
+def test_the_plain_loop_must_train_to_the_twins_bits():
+    tape = twin()
+    assert same_training(tape, tape).holds
+    lost = edited(tape, lambda x: replace(x, loss=(9.0).hex()) if (x.rank, x.step) == (1, 5) else x)
+    assert "step 5 on rank 1" in same_training(lost, tape).text
+    other = replace(tape, endings=(ending(0, 10), replace(ending(1, 11), optimizer="other")))
+    assert "other values" in same_training(other, tape).text
+    for empty in (Tape((), ()), replace(tape, endings=())):
+        assert not same_training(empty, tape).holds
+        assert not same_training(empty, empty).holds
