@@ -168,6 +168,14 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepValues(Event):
+    """What an earlier step logged, read from the device one step later so that no step waited for it."""
+
+    step: int
+    values: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopBegun(Event):
     """This rank has left or is leaving the function of a faulted generation."""
 

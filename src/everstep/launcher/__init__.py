@@ -1,1 +1,1 @@
-"""Launcher."""
+"""The launcher: an agent, its zygote, warm workers; torchrun's command line."""

@@ -1,0 +1,77 @@
+"""`everstep`: the command line, which knows the features and wires them together.
+
+Light at the top: `report`, `faults plan` and `checkpoint ls` load no torch; `run` never does in this process.
+"""
+
+import argparse
+import importlib
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from everstep import __version__
+from everstep.errors import EverstepError, ExitCode, UsageError
+from everstep.launcher.config import LaunchConfig
+from everstep.recovery.api import Companion
+from everstep.telemetry import say
+
+_COMMANDS = {
+    "report": "everstep.goodput.commands",
+    "checkpoint": "everstep.checkpoint.commands",
+    "faults": "everstep.faults.commands",
+}
+"""Sub-commands and the module that brings each: `add_parser(subparsers)` and `run(arguments) -> exit code`."""
+
+RUN_EXTENSIONS = ("everstep.faults.flags:add_run_arguments",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words and words[0] == "run":
+            return _run(words[1:])
+        return _other(words)
+    except EverstepError as error:
+        say(str(error))
+        return int(error.exit_code)
+    except BrokenPipeError:  # `everstep report | head`
+        return int(ExitCode.FAILED)
+
+
+def _run(words: Sequence[str]) -> int:
+    if platform.system() != "Linux":
+        raise UsageError("everstep run needs Linux: it watches processes by pidfd and keeps snapshots in memfds.")
+    from everstep.launcher import run  # noqa: PLC0415 - Linux only, and not needed by the other commands
+
+    return run.main(words, RUN_EXTENSIONS, _companions)
+
+
+def _companions(config: LaunchConfig, run_dir: Path, job: str) -> Sequence[Companion]:
+    return []
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\nSee `{self.prog} --help`.")
+
+
+def _other(words: Sequence[str]) -> int:
+    parser = _Parser(prog="everstep", description="Keeps PyTorch training stepping through faults.")
+    parser.add_argument("--version", action="version", version=f"everstep {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    commands.add_parser("run", help="start a job: torchrun's flags, and ours", add_help=False)
+    modules = {name: importlib.import_module(module) for name, module in _COMMANDS.items()}
+    for module in modules.values():
+        module.add_parser(commands)
+    arguments = parser.parse_args(words)
+    if arguments.command is None:
+        parser.print_help()
+        return int(ExitCode.USAGE)
+    return int(modules[arguments.command].run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The workers of this node: those that hold a rank, those that wait for one, those being born."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from everstep.launcher.agent import worker as workers
+from everstep.launcher.agent.nursery import Nursery, Process
+from everstep.launcher.agent.tails import Tail, tails_of
+from everstep.launcher.agent.worker import Worker
+from everstep.launcher.config import LaunchConfig
+from everstep.process.page import Page
+from everstep.recovery.core import words
+
+OnWord = Callable[[Worker, str, Mapping[str, Any], Sequence[int]], None]
+"""(worker, kind, message, descriptors): a worker said something."""
+
+
+class Crew:
+    """Starts workers and keeps the books of them."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        nursery: Nursery,
+        log_root: Path,
+        on_word: OnWord,
+        on_gone: Callable[[Worker, int], None],
+    ) -> None:
+        self._config, self._nursery, self._log_root = config, nursery, log_root
+        self._on_word, self._on_gone = on_word, on_gone
+        self._by_pid: dict[int, Worker] = {}
+        self._births: list[Worker] = []
+        self._tails: list[Tail] = []
+        self._next_slot = config.nproc
+        self._umask = os.umask(0)
+        os.umask(self._umask)
+        self.ranks: dict[int, Worker] = {}  # of the present roster; the dead stay until the next one
+
+    def __iter__(self) -> Iterator[Worker]:
+        """All that live or are being born."""
+        return iter([*self._by_pid.values(), *self._births])
+
+    def spawn_at_least(self, count: int) -> None:
+        """Have `count` processes that wait for a rank, those being born included."""
+        have = sum(1 for w in self._by_pid.values() if not w.begun and not w.process.killed) + len(self._births)
+        for _ in range(max(0, count - have)):
+            self._spawn()
+
+    def _spawn(self) -> None:
+        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        page_fd = Page.create(str(slot))
+        order = {"role": "worker", "slot": slot}
+        process = self._nursery.order(f"spare-{slot}", order, self._heard, self._gone, [page_fd], slot)
+        worker = Worker(process, page_fd, Page(page_fd), slot)
+        process.extra["worker"] = worker
+        self._births.append(worker)
+
+    def _heard(self, process: Process, message: dict[str, Any], fds: list[int]) -> None:
+        worker: Worker = process.extra["worker"]
+        if message["kind"] == "world.hello" and worker in self._births:
+            self._births.remove(worker)
+            self._by_pid[process.pid] = worker
+        self._on_word(worker, str(message["kind"]), message, fds)
+
+    def _gone(self, process: Process, status: int) -> None:
+        worker: Worker = process.extra["worker"]
+        self._by_pid.pop(process.pid, None)
+        if worker in self._births:
+            self._births.remove(worker)
+        paths = (worker.logs.stdout, worker.logs.stderr) if worker.logs is not None else ()
+        for tail in [t for t in self._tails if t.path in paths]:
+            tail.close()
+            self._tails.remove(tail)
+        worker.close()
+        self._on_gone(worker, status)
+
+    def who(self, incarnation: words.Incarnation) -> Worker | None:
+        """Return the living worker that is `incarnation`."""
+        worker = self._by_pid.get(incarnation.pid)
+        return worker if worker is not None and worker.incarnation == incarnation else None
+
+    def seat(self, roster: words.Roster) -> set[int]:
+        """Give ranks to the members that live here; return the ranks whose holder has yet to begin the script."""
+        self.ranks = {}
+        newcomers: set[int] = set()
+        for member in roster.members:
+            worker = self.who(member.incarnation)
+            if worker is None:  # dead since; its death makes the next generation
+                continue
+            worker.rank = worker.slot = worker.process.slot = worker.process.rank = member.rank
+            self.ranks[member.rank] = worker
+            if not worker.begun:
+                worker.process.name = f"worker-{member.rank}"
+                newcomers.add(member.rank)
+        return newcomers
+
+    def begin(self, worker: Worker, assigned: Mapping[str, Any], store: tuple[str, int], attempt: int) -> None:
+        """Have a fresh process become its rank and begin the script."""
+        assert worker.rank is not None
+        config = self._config
+        worker.begun, worker.attempt = True, attempt
+        logs = worker.logs = workers.plan_logs(config, self._log_root, attempt, worker.rank)
+        environment = workers.environment_of(
+            self._nursery.environment, config, worker.rank, attempt, store, logs.error_file
+        )
+        shown = (logs.stdout if logs.tee_stdout else "", logs.stderr if logs.tee_stderr else "")
+        self._tails += tails_of(config.role, worker.rank, *shown)
+        worker.process.send(workers.begin_message(config, worker, environment, assigned, self._umask))
+
+    def step(self) -> int | None:
+        """The last step done on all ranks, by their pages; None before the first."""
+        steps = [w.look().step for w in self.ranks.values() if w.attached]
+        return min(steps) if len(steps) == self._config.nproc and min(steps) > 0 else None
+
+    def let_spares_go(self) -> None:
+        """No more ranks are given away."""
+        for worker in self:
+            if not worker.begun:
+                worker.process.expected_end = True
+                worker.process.send({"kind": "world.end"})
+
+    def show(self) -> None:
+        """Show what has been written to files that are also shown."""
+        for tail in self._tails:
+            tail.pump()

@@ -1,0 +1,157 @@
+"""What the agent offers its companions, and how it hands them what is theirs."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from everstep.clock import Clock
+from everstep.events import Event
+from everstep.launcher.agent.crew import Crew
+from everstep.launcher.agent.loop import Loop
+from everstep.launcher.agent.nursery import Nursery
+from everstep.launcher.agent.worker import Worker
+from everstep.launcher.config import LaunchConfig
+from everstep.recovery.api import Child, Companion, Message
+from everstep.recovery.core import words
+from everstep.telemetry import Telemetry
+
+
+class Owner(Protocol):
+    """As much of the agent as is used here."""
+
+    config: LaunchConfig
+    loop: Loop
+    nursery: Nursery
+    telemetry: Telemetry
+    run_dir: Path
+    crew: Crew
+
+    def recheck(self) -> None:
+        """What was outstanding may be done."""
+        ...
+
+
+class AgentHost:
+    """Hands companions what is theirs, and does what they ask."""
+
+    def __init__(self, agent: Owner, companions: Sequence[Companion]) -> None:
+        self._agent = agent
+        self._companions = {c.prefix: c for c in companions}
+        self._holding: list[tuple[int, Message, list[int]]] | None = None
+        self.clock: Clock = agent.loop.clock
+        self.world_size: int = agent.config.nproc
+        self.run_dir: str = str(agent.run_dir)
+
+    # what companions call
+
+    def send(self, rank: int, message: Message, fds: Sequence[int] = ()) -> None:
+        """See `recovery.api.Host.send`. While a roster is being entered, messages wait behind the assignment."""
+        if self._holding is not None:
+            self._holding.append((rank, message, [os.dup(fd) for fd in fds]))
+            return
+        worker = self._agent.crew.ranks.get(rank)
+        if worker is not None:
+            worker.process.send(message, fds)
+
+    def spawn(self, name: str, entry: str, arguments: Mapping[str, Any], owner: Companion) -> Child:
+        """Fork a helper whose words and end come to `owner`."""
+        order = {"role": "helper", "entry": entry, "arguments": dict(arguments)}
+        return self._agent.nursery.order(name, order, owner.on_child_message, owner.on_child_exit)
+
+    def emit(self, event: Event) -> None:
+        """See `recovery.api.Host.emit`."""
+        self._agent.telemetry.emit(event)
+
+    def later(self, delay_s: float) -> None:
+        """See `recovery.api.Host.later`."""
+        self._agent.loop.later(delay_s, lambda: self.tick(self.clock.now()))
+
+    def recheck(self) -> None:
+        """See `recovery.api.Host.recheck`."""
+        self._agent.recheck()
+
+    # what the agent calls
+
+    def start(self) -> None:
+        """Start every companion; the first refusal ends the job."""
+        for companion in self._companions.values():
+            companion.start(OwnHost(self, companion))
+
+    def message(self, worker: Worker, prefix: str, message: Message, fds: Sequence[int]) -> None:
+        """A worker spoke; only a holder of a rank in the present roster is heard (P17)."""
+        companion = self._companions.get(prefix)
+        rank = worker.rank
+        if companion is None or rank is None or self._agent.crew.ranks.get(rank) is not worker:
+            for fd in fds:
+                os.close(fd)
+            return
+        companion.on_message(rank, message, fds)
+
+    def stopped(self, generation: int) -> None:
+        """Nothing of `generation` writes any more."""
+        for companion in self._companions.values():
+            companion.on_stopped(generation)
+
+    def roster(self, roster: words.Roster) -> dict[int, dict[str, Message]]:
+        """Collect what each rank shall be told; what is sent meanwhile waits for `release`."""
+        self._holding = []
+        told: dict[int, dict[str, Message]] = {m.rank: {} for m in roster.members}
+        for prefix, companion in self._companions.items():
+            for rank, message in companion.on_roster(roster).items():
+                told[rank][prefix] = message
+        return told
+
+    def release(self) -> None:
+        """The assignments are out: send what waited behind them."""
+        held, self._holding = self._holding or [], None
+        for rank, message, fds in held:
+            self.send(rank, message, fds)
+            for fd in fds:
+                os.close(fd)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        for companion in self._companions.values():
+            companion.on_tick(now)
+
+    def drained(self, *, completed: bool) -> bool:
+        """True when no companion has anything outstanding."""
+        return not [c for c in self._companions.values() if not c.drained(completed)]  # each is asked
+
+    def problems(self) -> list[str]:
+        """What must show in the exit status."""
+        return [text for c in self._companions.values() for text in c.problems()]
+
+    def close(self) -> None:
+        """The job is over."""
+        for companion in self._companions.values():
+            companion.close()
+
+
+class OwnHost:
+    """Implements `recovery.api.Host` for one companion: its children's words come to it."""
+
+    def __init__(self, host: AgentHost, companion: Companion) -> None:
+        self._host, self._owner = host, companion
+        self.clock, self.world_size, self.run_dir = host.clock, host.world_size, host.run_dir
+
+    def send(self, rank: int, message: Message, fds: Sequence[int] = ()) -> None:
+        """See `recovery.api.Host.send`."""
+        self._host.send(rank, message, fds)
+
+    def spawn(self, name: str, entry: str, arguments: Mapping[str, Any]) -> Child:
+        """See `recovery.api.Host.spawn`."""
+        return self._host.spawn(name, entry, arguments, self._owner)
+
+    def emit(self, event: Event) -> None:
+        """See `recovery.api.Host.emit`."""
+        self._host.emit(event)
+
+    def later(self, delay_s: float) -> None:
+        """See `recovery.api.Host.later`."""
+        self._host.later(delay_s)
+
+    def recheck(self) -> None:
+        """See `recovery.api.Host.recheck`."""
+        self._host.recheck()

@@ -1,0 +1,171 @@
+"""What the agent knows of one worker, and what a worker is told when it gets a rank."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.errors import ProtocolError
+from everstep.launcher.agent.nursery import Process
+from everstep.launcher.config import LaunchConfig
+from everstep.process.page import Page, Reading
+from everstep.recovery.core.words import Facts, Incarnation
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker process, from its first breath to its last."""
+
+    process: Process
+    page_fd: int
+    page: Page
+    slot: int
+    rank: int | None = None
+    ready: bool = False  # it has said hello: warm, waiting for a rank
+    begun: bool = False  # the user's script runs in it
+    attached: bool = False  # it has come to a wrapped call, and hears us
+    done: bool = False  # its function has returned, or its unwrapped script has ended well
+    probe_sent: float | None = None
+    waiting: bool | None = None
+    last: Reading | None = None
+    stack: str = ""
+    cpu_at_mark: tuple[float, float] = (0.0, 0.0)  # (mark, cpu seconds then)
+    logs: "Logs | None" = None
+    attempt: int = 0
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Who it is; known from the instant it was born."""
+        if self.process.incarnation is None:
+            raise ProtocolError(f"{self.process.name} is asked who it is before it was born: a bug of the agent")
+        return self.process.incarnation
+
+    def facts(self, node: str, *, fresh: bool, dirt: tuple[str, ...] = ()) -> Facts:
+        """What it brings to a roster."""
+        return Facts(node=node, slot=self.slot, fresh=fresh, former_rank=self.rank, dirt=dirt)
+
+    def look(self) -> Reading:
+        """Read its page; after its end, what stood there last."""
+        return self.page.read() if self.last is None else self.last
+
+    def close(self) -> None:
+        """Let the page go."""
+        self.last = self.page.read()
+        self.page.close()
+        os.close(self.page_fd)
+
+
+@dataclass
+class Logs:
+    """Where one worker's streams go, in torchrun's layout. Empty: the console."""
+
+    folder: Path
+    stdout: str = ""
+    stderr: str = ""
+    tee_stdout: bool = False
+    tee_stderr: bool = False
+
+    @property
+    def error_file(self) -> str:
+        """What torch's `@record` writes into."""
+        return str(self.folder / "error.json")
+
+
+PREPARE = "everstep.training:prepare"
+"""What makes a worker hear its agent before the script's first line; by name, since it lies a layer above."""
+
+_STREAMS = {"0": 0, "1": 1, "2": 2, "3": 3}
+
+
+def stream_of(text: str, local_rank: int) -> int:
+    """Read torchrun's `-r`/`-t`: `3` for all ranks, or `0:1,1:3`. Bits: 1 stdout, 2 stderr."""
+    if text in _STREAMS:
+        return _STREAMS[text]
+    found = dict(part.split(":", 1) for part in text.split(",") if ":" in part)
+    return _STREAMS.get(found.get(str(local_rank), "0"), 0)
+
+
+def plan_logs(config: LaunchConfig, root: Path, attempt: int, local_rank: int) -> Logs:
+    """Choose the files of one worker's start; a folder that exists is never written into again (LA-25)."""
+    folder = root / f"attempt_{attempt}" / str(local_rank)
+    number = 1
+    while folder.exists():
+        folder = root / f"attempt_{attempt}.{number}" / str(local_rank)
+        number += 1
+    folder.mkdir(parents=True)
+    tee = stream_of(config.tee, local_rank)
+    redirect = stream_of(config.redirects, local_rank) | tee
+    shown = {int(r) for r in config.local_ranks_filter.split(",") if r.strip()}
+    hidden = bool(shown) and local_rank not in shown
+    return Logs(
+        folder=folder,
+        stdout=str(folder / "stdout.log") if redirect & 1 else (os.devnull if hidden else ""),
+        stderr=str(folder / "stderr.log") if redirect & 2 else (os.devnull if hidden else ""),
+        tee_stdout=bool(tee & 1) and not hidden,
+        tee_stderr=bool(tee & 2) and not hidden,
+    )
+
+
+def environment_of(
+    base: Mapping[str, str], config: LaunchConfig, rank: int, restarts: int, store: tuple[str, int], error_file: str
+) -> dict[str, str]:
+    """The variables that torchrun would set for this rank, over the agent's own."""
+    world = str(config.nproc)
+    return dict(base) | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": config.role,
+        "LOCAL_WORLD_SIZE": world,
+        "WORLD_SIZE": world,
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts if config.max_restarts is not None else 0),
+        "TORCHELASTIC_RUN_ID": config.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        # Torch's own watchdogs would end the survivors of a fault (EXPERIMENTS N2); a user's own values win.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0" if config.wrapped else "1"),
+        "TORCH_NCCL_ENABLE_MONITORING": base.get("TORCH_NCCL_ENABLE_MONITORING", "0" if config.wrapped else "1"),
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": base.get("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0" if config.wrapped else "1"),
+        "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS") or ("1" if config.nproc > 1 else _default_threads()),
+    }
+
+
+def _default_threads() -> str:
+    return str(len(os.sched_getaffinity(0)))
+
+
+def program_of(config: LaunchConfig) -> list[str] | None:
+    """With --no-python, the command to exec; None runs the script in the forked interpreter."""
+    return [config.script, *config.arguments] if config.no_python else None
+
+
+def begin_message(
+    config: LaunchConfig, worker: Worker, environment: Mapping[str, str], assigned: Mapping[str, Any], umask: int
+) -> dict[str, Any]:
+    """What a fresh process needs to become a rank."""
+    assert worker.logs is not None
+    return {
+        "kind": "world.begin",
+        "script": config.script,
+        "arguments": list(config.arguments),
+        "module": config.module,
+        "program": program_of(config),
+        "environment": dict(environment),
+        "cwd": str(Path.cwd()),
+        "umask": umask,
+        "stdout": worker.logs.stdout,
+        "stderr": worker.logs.stderr,
+        "slot": worker.slot,
+        "rank": worker.rank,
+        "threads": int(environment["OMP_NUM_THREADS"].split(",")[0]),
+        "assigned": dict(assigned),
+        "prepare": PREPARE if config.wrapped else "",
+    }

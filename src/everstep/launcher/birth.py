@@ -1,0 +1,198 @@
+"""What a freshly forked process makes of itself: a worker, a spare, a helper, or another program.
+
+Rule 1: a script cannot tell a worker from a first start under torchrun: environment, argv, `__main__`, folder, signals,
+        limits, randomness are those of a fresh interpreter (Z2, Z4, Z5).
+Rule 2: a spare waits here, warm to the imports; the script begins when it has a rank.
+Rule 3: nothing here starts a thread; the first wrapped call does.
+"""
+
+import contextlib
+import importlib
+import io
+import os
+import random
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from everstep import environ
+from everstep.process import kernel
+from everstep.process.page import Page
+from everstep.recovery import session
+from everstep.recovery.core.words import Incarnation
+from everstep.recovery.link import Link, LinkClosed
+
+_HOPELESS = (SyntaxError, ImportError)
+"""What a script raises before it could have trained, and will raise again: told to the agent, never restarted."""
+
+
+def task(order: Mapping[str, Any], fds: list[int]) -> Callable[[], int]:
+    """Return what this new process runs; called in the fork, before it has left the zygote's frames."""
+    return lambda: _live(order, fds)
+
+
+def _live(order: Mapping[str, Any], fds: list[int]) -> int:
+    link = Link.from_fd(fds[0])
+    try:
+        go, _ = link.receive()  # the agent has our pidfd and knows who we are
+    except LinkClosed:
+        os._exit(1)
+    kernel.die_with_parent(int(order["agent"]))
+    kernel.name_process(str(order["name"]))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    environ.replace(order["environment"])
+    if order["role"] == "helper":
+        return _help(link, order)
+    return _work(link, order, go, fds)
+
+
+def _help(link: Link, order: Mapping[str, Any]) -> int:
+    """Run `module:function(link, **arguments)`; helpers end with the agent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _named(order["entry"])(link, **order["arguments"])
+    return 0
+
+
+def _named(dotted: str) -> Callable[..., Any]:
+    """Return the function that `module:function` names."""
+    module, _, function = dotted.partition(":")
+    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+
+
+def _work(link: Link, order: Mapping[str, Any], go: Mapping[str, Any], fds: list[int]) -> int:
+    me = session.Session(
+        link=link,
+        page=Page(fds[1]),
+        job=order["job"],
+        run_dir=Path(order["run_dir"]),
+        slot=order["slot"],
+        incarnation=Incarnation.parse(go["incarnation"]),
+    )
+    os.close(fds[1])
+    link.send({"kind": "world.hello"})
+    while True:
+        try:
+            begin, _ = link.receive()
+        except LinkClosed:
+            os._exit(1)
+        if begin["kind"] == "world.begin":
+            break
+        if begin["kind"] == "world.end":  # a spare that was never needed
+            return 0
+    return _begin(me, begin)
+
+
+def _begin(me: session.Session, begin: Mapping[str, Any]) -> int:
+    """This process has a rank: be what torchrun would have started, and run the script."""
+    _redirect(begin["stdout"], begin["stderr"])
+    environ.replace(begin["environment"])
+    os.chdir(begin["cwd"])
+    os.umask(begin["umask"])
+    if begin["program"] is not None:
+        os.set_inheritable(me.link.fileno(), False)
+        os.execvpe(begin["program"][0], begin["program"], begin["environment"])
+    me.slot = me.telemetry.slot = begin["slot"]
+    me.telemetry.rank = begin["rank"]
+    me.assigned = begin["assigned"]
+    session.install(me)
+    _fresh_randomness(begin["threads"])
+    if begin["prepare"]:
+        _named(begin["prepare"])(me)
+    code = _run(me, begin)
+    me.stop()
+    return code
+
+
+def _redirect(stdout: str, stderr: str) -> None:
+    """Send the streams into files, appended to; an empty path keeps the console. A full disk never ends training."""
+    for path, target in ((stdout, 1), (stderr, 2)):
+        if path:
+            with contextlib.suppress(OSError):
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.dup2(fd, target)
+                os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=True)  # torchrun runs `python -u`
+
+
+def _fresh_randomness(threads: int) -> None:
+    """Draw seeds as a fresh interpreter would (Python's own fork hook has reseeded `random` already)."""
+    random.seed()
+    np.random.seed()
+    torch.seed()
+    torch.set_num_threads(threads)
+
+
+def _run(me: session.Session, begin: Mapping[str, Any]) -> int:
+    sys.argv = [begin["script"], *begin["arguments"]]
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    try:
+        if begin["module"]:
+            sys.path.insert(0, os.getcwd())
+            runpy._run_module_as_main(begin["script"])  # type: ignore[attr-defined]  # noqa: SLF001 - what `python -m` runs
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(begin["script"])))
+            _run_file(main, begin["script"])
+    except SystemExit as end:
+        return _exit_code(end)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return 128 + signal.SIGINT
+    except BaseException as error:  # noqa: BLE001 - what the interpreter itself does with an uncaught exception
+        _tell(me, error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _run_file(main: ModuleType, path: str) -> None:
+    """Run a script as the interpreter does: in a `__main__` that lives as long as the process."""
+    loader = SourceFileLoader("__main__", path)
+    main.__file__ = path
+    main.__loader__ = loader
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, main.__dict__)
+
+
+def _exit_code(end: SystemExit) -> int:
+    """As the interpreter maps it: None is 0, a number itself, anything else is printed and 1."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    sys.stderr.write(f"{end.code}\n")
+    return 1
+
+
+def _tell(me: session.Session, error: BaseException) -> None:
+    """Say what the script died of: one that never came to its wrapped call, or cannot be imported, is not restarted."""
+    hopeless = isinstance(error, _HOPELESS) or (begun_wrapped(me) and not me.called)
+    me.send({"kind": "world.script_failed", "text": f"{type(error).__name__}: {_text(error)}", "hopeless": hopeless})
+
+
+def begun_wrapped(me: session.Session) -> bool:
+    """True when the agent expects this script to come to a wrapped call."""
+    return bool(me.assigned and me.assigned.get("wrapped"))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:2000]
+    except Exception:  # noqa: BLE001 - a user's __str__ may raise anything
+        return "(its text cannot be printed)"

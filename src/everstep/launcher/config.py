@@ -1,0 +1,175 @@
+"""What `everstep run` was asked for: a frozen value with its own law. No torch here.
+
+Made from the flags as the zygote's parser read them; every refusal says what would be accepted.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep.errors import ConfigurationError, UsageError
+
+_DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS = _DECIMAL | {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_MOST_FILES_READ = 200
+MARK = re.compile(r"\beverstep\b")
+
+
+def bytes_of(text: str) -> int:
+    """Read `8GB`, `512MiB` or a plain number of bytes; UsageError otherwise."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise UsageError(f"{text!r} is not an amount of memory; write for example 512MiB or 8GB.")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """One node's launch. Times are seconds."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    no_python: bool = False
+    nproc: int = 1
+    spares: int = 1
+    max_restarts: int | None = None
+    grace_s: float = 15.0
+    soft_timeout_s: float | None = None
+    hard_timeout_s: float | None = None
+    preload: tuple[str, ...] = ()
+    master_port: int | None = None
+    role: str = "default"
+    run_id: str = "none"
+    log_dir: str | None = None
+    redirects: str = "0"
+    tee: str = "0"
+    local_ranks_filter: str = ""
+    wrapped: bool = True  # the script, or what it imports from beside it, names everstep
+    flags: Mapping[str, Any] = field(default_factory=dict[str, Any])  # all of them, for the features that added some
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1:
+            raise UsageError(f"--nproc-per-node {self.nproc}: a world has at least one rank.")
+        if self.spares < 0:
+            raise UsageError(f"--spares {self.spares}: give 0 or more.")
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise UsageError(f"--max-restarts {self.max_restarts}: give 0 or more, or leave it out.")
+        if self.module and self.no_python:
+            raise UsageError(
+                "--module and --no-python contradict each other: one runs a Python module, the other none."
+            )
+        soft, hard = self.soft_timeout_s, self.hard_timeout_s
+        if soft is not None and hard is not None and not 0 < soft < hard:
+            raise UsageError(f"--soft-timeout {soft:g} and --hard-timeout {hard:g}: 0 < soft < hard is expected.")
+        if self.grace_s < 0:
+            raise UsageError(f"--grace {self.grace_s:g}: seconds, 0 or more.")
+
+
+def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
+    """Check the parsed flags against one another and against the disk."""
+    module, no_python, script = bool(flags["module"]), bool(flags["no_python"]), str(flags["training_script"])
+    if not module and not no_python and not Path(script).is_file():
+        raise UsageError(f"the script {script!r} does not exist (looked in {Path.cwd()}); use -m for a module.")
+    wrapped = not no_python and mentions_everstep(script, module=module)
+    spares = flags.get("spares")
+    spares = None if spares is None else int(spares)
+    if spares and not wrapped:
+        raise UsageError(
+            f"--spares {spares}: a spare takes over a rank of a wrapped function, and neither {script} nor what it "
+            "imports from beside it names everstep. Wrap the training function in @everstep.resilient, or leave "
+            "--spares out."
+        )
+    preload = str(flags.get("preload") or "")
+    return LaunchConfig(
+        script=script,
+        arguments=tuple(flags["training_script_args"]),
+        module=module,
+        no_python=no_python,
+        nproc=int(flags["nproc"]),
+        spares=(1 if wrapped else 0) if spares is None else spares,
+        max_restarts=flags["max_restarts"],
+        grace_s=float(flags["grace"]),
+        soft_timeout_s=flags.get("soft_timeout"),
+        hard_timeout_s=flags.get("hard_timeout"),
+        preload=tuple(name for name in preload.split(",") if name and name != "none"),
+        master_port=flags.get("master_port"),
+        role=str(flags["role"]),
+        run_id=str(flags["rdzv_id"]),
+        log_dir=flags.get("log_dir"),
+        redirects=str(flags["redirects"]),
+        tee=str(flags["tee"]),
+        local_ranks_filter=str(flags["local_ranks_filter"]),
+        wrapped=wrapped,
+        flags=dict(flags),
+    )
+
+
+def mentions_everstep(script: str, *, module: bool = False) -> bool:
+    """True when the script, or a module it imports from beside it, names everstep.
+
+    A scan of texts, nothing is run; what cannot be read or found counts as naming it, so that a doubt keeps the spare.
+    """
+    try:
+        start = _source_of(script) if module else Path(script)
+    except (OSError, SyntaxError, ValueError):
+        return True
+    if start is None:
+        return True
+    seen: set[Path] = set()
+    waiting = [start]
+    while waiting and len(seen) < _MOST_FILES_READ:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        try:
+            text = path.read_text(errors="replace")
+            if MARK.search(text):
+                return True
+            waiting += _imported_from_beside(path, text)
+        except (OSError, SyntaxError, ValueError):
+            return True
+    return bool(waiting)
+
+
+def _source_of(module: str) -> Path | None:
+    for top in (Path.cwd(), *map(Path, sys.path)):
+        base = top.joinpath(*module.split("."))
+        for candidate in (base.with_suffix(".py"), base / "__main__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def _imported_from_beside(path: Path, text: str) -> list[Path]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+            names.update(f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names)
+    found: list[Path] = []
+    for name in names:
+        base = path.parent.joinpath(*name.split("."))
+        found += [p for p in (base.with_suffix(".py"), base / "__init__.py") if name and p.is_file()]
+    return found
+
+
+def writable(folder: Path) -> Path:
+    """Create `folder` where needed and return it; ConfigurationError when nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".everstep-probe"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder} cannot be written: {error.strerror}. Name another folder with --run-dir."
+        ) from None
+    return folder

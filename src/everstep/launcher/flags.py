@@ -1,0 +1,99 @@
+"""`everstep run`'s flags: torchrun's own parser, and what we add to it.
+
+Runs in the zygote, which has torch; the agent gets the result as JSON. Every flag is heard with dashes and with
+underscores, and from `PET_<NAME>` where torch's are.
+"""
+
+import argparse
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch.distributed.argparse_util import env
+from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
+
+from everstep.errors import UsageError
+
+_NOT_YET = ("numa_binding", "logs_specs", "virtual_local_rank")
+"""torchrun's flags that mean something we do not do yet: refused with a word, never swallowed."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Turns argparse's exit into an error that the agent prints: a wrong flag is exit code 64."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\nSee `everstep run --help`.")
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    return (f"--{name}", f"--{name.replace('-', '_')}") if "-" in name else (f"--{name}",)
+
+
+def build(extensions: Sequence[str]) -> argparse.ArgumentParser:
+    """Return torch's parser with our flags added; `extensions` are `module:function` that add a feature's own."""
+    parser: argparse.ArgumentParser = get_args_parser()
+    parser.__class__ = _Parser
+    parser.prog = "everstep run"
+    parser.allow_abbrev = False
+    parser.description = "Start one worker a rank, keep spares warm, and keep the job stepping through faults."
+    parser.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS"))  # noqa: TID251 - torch's own convention
+    group = parser.add_argument_group("everstep")
+
+    def add(name: str, **settings: Any) -> None:
+        group.add_argument(*_spellings(name), action=env, **settings)
+
+    add("spares", type=int, default=None, help="Warm workers without a rank, ready to take one over (default 1).")
+    add("grace", type=float, default=15.0, help="Seconds between asking everything to end and SIGKILL (default 15).")
+    add("preload", type=str, default=None, help="Modules that the zygote imports beforehand, or `none`.")
+    add("run-dir", type=str, default=None, help="Folder of this run's events, logs and report.")
+    add("checkpoint-dir", type=str, default=None, help="Where checkpoints are committed; none without it.")
+    add("checkpoint-interval", type=int, default=None, help="Steps from one checkpoint to the next (default 100).")
+    add("checkpoint-keep", type=int, default=2, help="Complete checkpoints that are kept (default 2).")
+    add(
+        "snapshot-memory",
+        type=str,
+        default=None,
+        help="Most host memory for snapshots, as 8GB (default: what is free).",
+    )
+    add(
+        "soft-timeout", type=float, default=None, help="Seconds without progress until a hang is interrupted (learned)."
+    )
+    add(
+        "hard-timeout", type=float, default=None, help="Seconds without progress until the rank is killed and replaced."
+    )
+    for dotted in extensions:
+        module, _, function = dotted.partition(":")
+        getattr(importlib.import_module(module), function)(parser)
+    return parser
+
+
+def parse(argv: Sequence[str], extensions: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the flags as plain values. Raises UsageError; `--help` prints and raises SystemExit as argparse does."""
+    arguments = build(extensions).parse_args(list(argv))
+    given = vars(arguments)
+    for name in _NOT_YET:
+        if given.get(name):
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} is torchrun's, and everstep run does not do it yet; leave it out.")
+    try:
+        low, high = parse_min_max_nnodes(given["nnodes"])
+        given["nproc"] = determine_local_world_size(given["nproc_per_node"])
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"{error}. Write for example --nnodes 1 --nproc-per-node 2.") from None
+    if (low, high) != (1, 1):
+        raise UsageError(f"--nnodes {given['nnodes']}: everstep run starts one node for now; use torchrun for several.")
+    if given["max_restarts"] is not None:
+        given["max_restarts"] = _whole("--max-restarts", given["max_restarts"])
+    return {name: value for name, value in given.items() if _plain(value)}
+
+
+def _whole(flag: str, text: object) -> int:
+    try:
+        return int(str(text))
+    except ValueError:
+        raise UsageError(f"{flag} {text!r} is not a whole number.") from None
+
+
+def _plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float | bool | list | dict)

@@ -1,0 +1,102 @@
+"""`everstep run`: zygote first, then flags, then the agent. No torch in this process."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Generator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from everstep import environ
+from everstep.clock import SYSTEM
+from everstep.errors import ConfigurationError, EverstepError, ExitCode
+from everstep.events import RunStarted
+from everstep.launcher.agent.agent import Agent
+from everstep.launcher.agent.loop import Loop
+from everstep.launcher.agent.nursery import Nursery, Refused
+from everstep.launcher.config import LaunchConfig, from_flags, writable
+from everstep.launcher.preload import top_level_imports
+from everstep.recovery.api import Companion
+from everstep.telemetry import JsonLines, Telemetry, say
+
+MakeCompanions = Callable[[LaunchConfig, Path, str], Sequence[Companion]]
+"""(config, run folder, job) → what rides on the agent; given by the command line, which knows the features."""
+
+
+def main(argv: Sequence[str], extensions: Sequence[str], companions: MakeCompanions) -> int:
+    """Run a job on this node to its end; return the exit code of the process."""
+    job = os.urandom(6).hex()
+    telemetry = Telemetry("agent")
+    loop = Loop(SYSTEM)
+    nursery = Nursery(loop, telemetry, job)
+    try:
+        return _run(argv, extensions, companions, job, telemetry, loop, nursery)
+    except Refused as refused:
+        if refused.args[0]:
+            say(refused.args[0])
+        return refused.code
+    except EverstepError as error:
+        say(str(error))
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return int(ExitCode.SIGNALLED) + 2
+    finally:
+        nursery.close()
+        loop.close()
+
+
+def _run(
+    argv: Sequence[str],
+    extensions: Sequence[str],
+    companions: MakeCompanions,
+    job: str,
+    telemetry: Telemetry,
+    loop: Loop,
+    nursery: Nursery,
+) -> int:
+    nursery.start_zygote()
+    flags = nursery.ask_zygote({"argv": list(argv), "extensions": list(extensions)}, "zygote.flags")["flags"]
+    config = from_flags(flags)
+    run_dir = run_folder(flags.get("run_dir"))
+    with _held(run_dir):
+        telemetry.sinks.append(JsonLines(run_dir / "events" / f"agent-{os.getpid()}.jsonl"))
+        nursery.run_dir = str(run_dir)
+        for event in nursery.early:
+            telemetry.emit(event)
+        say(f"run folder {run_dir}")
+        started = RunStarted(job=job, argv=tuple(argv), world_size=config.nproc, spares=config.spares)
+        telemetry.emit(started)
+        riders = companions(config, run_dir, job)
+        preload = [*config.preload] or ([] if flags.get("preload") == "none" else top_level_imports(config))
+        nursery.ask_zygote({"preload": preload}, "zygote.ready")
+        agent = Agent(config, loop, nursery, telemetry, run_dir, riders)
+        for text in nursery.notices():
+            agent.notice(text, "warning")
+        return agent.run()
+
+
+def run_folder(given: str | None) -> Path:
+    """Return the folder of this run: the flag, else EVERSTEP_RUN_DIR, else a new one under ./everstep-runs."""
+    chosen = given or environ.get("EVERSTEP_RUN_DIR")
+    if chosen is None:
+        stamp = datetime.fromtimestamp(SYSTEM.wall(), UTC).strftime("%Y%m%d-%H%M%S")
+        chosen = f"everstep-runs/{stamp}-{os.urandom(2).hex()}"
+    return writable(Path(chosen).absolute())
+
+
+@contextlib.contextmanager
+def _held(run_dir: Path) -> Generator[None]:
+    """Hold the run folder with a lock that dies with us: two living jobs never share one."""
+    fd = os.open(run_dir / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise ConfigurationError(
+            f"the run folder {run_dir} belongs to a job that is still running; name another with --run-dir, or end "
+            "that job."
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(fd)

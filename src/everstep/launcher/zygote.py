@@ -1,0 +1,200 @@
+"""The zygote: a process that has imported everything once, and forks what then belongs to the agent.
+
+Rule 1: exec'd before the agent opens any socket (P15, Z4); one thread; no tensor operation, ever (Z1: a child of a
+        process that has run one OpenMP region hangs in its first).
+Rule 2: a child is forked twice, so that the agent, a sub-reaper, is its parent (Z3); it waits for the agent's `go`.
+Rule 3: the child leaves this module's frames: `main` returns what the child is to run, and runs it at the bottom of
+        the stack, so that its interpreter ends like any other.
+Rule 4: it is the janitor: when the agent is gone it ends every session it forked, and then itself.
+
+usage: python -m everstep.launcher.zygote LINK_FD (then one JSON packet: argv, extensions)
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from everstep.errors import EverstepError, ExitCode
+from everstep.process import kernel
+from everstep.recovery.link import Link, LinkClosed
+
+BASE_IMPORTS = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.run",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.device_mesh",
+    "torch.nn.parallel",
+    "torch.optim.lr_scheduler",
+    "torch.utils.data",
+    "torch._dynamo",
+    "everstep.training",
+    "everstep.launcher.birth",
+)
+"""What every worker needs, and torch's lazy modules, which must never be interrupted half imported (I1, E18)."""
+
+
+def _import(names: tuple[str, ...], link: Link, *, required: bool) -> list[str]:
+    """Import modules; tell the agent of each one that fails. Returns those that were imported."""
+    done: list[str] = []
+    for name in names:
+        try:
+            module, _, attribute = name.partition(":")
+            loaded = importlib.import_module(module)
+            if attribute:
+                getattr(loaded, attribute, None)  # packages that load lazily do it here
+            done.append(name)
+        except Exception as error:
+            if required:
+                raise
+            link.send({"kind": "zygote.notice", "text": f"preload of {name} failed, it is left out: {error!r}"})
+    return done
+
+
+def _parse(link: Link) -> bool:
+    """Read the command line for the agent. False when there is nothing more to do (an error, or --help)."""
+    from everstep.launcher import flags  # noqa: PLC0415 - torch is imported here and not before the link is up
+
+    order, _ = link.receive()
+    try:
+        link.send({"kind": "zygote.flags", "flags": flags.parse(order["argv"], order["extensions"])})
+    except EverstepError as error:
+        link.send({"kind": "zygote.refused", "text": str(error), "code": int(error.exit_code)})
+        return False
+    except SystemExit as end:  # --help and its like have printed
+        link.send({"kind": "zygote.refused", "text": "", "code": int(end.code or 0)})
+        return False
+    return True
+
+
+def _probe() -> str:
+    """Fork a child that must finish a parallel region and a backward; return what is wrong, or nothing (Z1)."""
+    pid = os.fork()
+    if pid == 0:
+        _probe_child()
+    deadline_s = 60
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        """SIGALRM: the probe hangs."""
+        del number, frame
+        kernel.kill(pid)
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(deadline_s)
+    _, code = os.waitpid(pid, 0)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    if code == 0:
+        return ""
+    return (
+        f"a forked child could not finish a parallel tensor operation (status {os.waitstatus_to_exitcode(code)}): some "
+        "preloaded module runs tensor operations at import. Find it with --preload none, and leave it out."
+    )
+
+
+def _probe_child() -> None:
+    import torch  # noqa: PLC0415 - loaded long ago; named here to keep tensor operations out of the zygote itself
+
+    torch.set_num_threads(2)
+    a = torch.ones(256, 256, requires_grad=True)
+    (a @ a).sum().backward()
+    os._exit(0)
+
+
+def _fork_twice(link: Link, order: Mapping[str, Any], fds: list[int]) -> Callable[[], int] | None:
+    """Fork; the agent's new process gets back what it is to run, the zygote None."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    middle = os.fork()
+    if middle:
+        os.close(writer)
+        pid = int(os.read(reader, 16) or b"0")
+        os.close(reader)
+        os.waitpid(middle, 0)
+        for fd in fds:
+            os.close(fd)
+        _sessions.add(pid)
+        link.send({"kind": "zygote.forked", "order": order["order"], "pid": pid})
+        return None
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.write(writer, str(os.getpid()).encode())
+    keep = sorted({0, 1, 2, *fds})
+    for low, high in zip(keep, [*keep[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(low + 1, high)
+    from everstep.launcher import birth  # noqa: PLC0415 - brings torch's worker side, already loaded
+
+    return birth.task(order, fds)
+
+
+_sessions: set[int] = set()
+
+
+def _serve(link: Link) -> Callable[[], int] | None:
+    """Fork what the agent orders until it goes; in a child, return what the child is to run."""
+    while True:
+        try:
+            order, fds = link.receive()
+        except LinkClosed:
+            return None
+        if order["kind"] == "zygote.fork":
+            task = _fork_twice(link, order, fds)
+            if task is not None:
+                return task
+        elif order["kind"] == "zygote.forget":
+            _sessions.discard(order["pid"])
+        elif order["kind"] == "zygote.end":
+            return None
+
+
+def _clean_up(job: str) -> None:
+    """The agent is gone: end every session that was forked here, and what carries the job's mark (LA-06)."""
+    mine = os.getpid()
+    for pid, stat in kernel.processes().items():
+        if pid != mine and stat.state != "Z" and (stat.session in _sessions or kernel.belongs_to(pid, job)):
+            kernel.kill(pid)
+
+
+def main(argv: list[str]) -> int:
+    """Prepare, say ready, serve. Returns the exit code of the zygote, or of whatever a child ran."""
+    link = Link.from_fd(int(argv[0]))
+    job = argv[1]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # the agent decides when we end
+    if not _parse(link):
+        return 0
+    order, _ = link.receive()
+    try:
+        _import(BASE_IMPORTS, link, required=True)
+        loaded = _import(tuple(order["preload"]), link, required=False)
+    except Exception as error:  # noqa: BLE001 - told to the agent, who ends the job with it
+        link.send({"kind": "zygote.refused", "text": f"imports failed: {error!r}", "code": int(ExitCode.CONFIGURATION)})
+        return 0
+    gc.collect()
+    gc.freeze()
+    trouble = _probe()
+    if trouble:
+        link.send({"kind": "zygote.refused", "text": trouble, "code": int(ExitCode.CONFIGURATION)})
+        return 0
+    kernel.name_process("everstep-zygote")
+    link.send({"kind": "zygote.ready", "preloaded": loaded})
+    task = _serve(link)
+    if task is not None:
+        return task()
+    _clean_up(job)
+    with contextlib.suppress(OSError):
+        link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

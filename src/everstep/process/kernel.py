@@ -1,0 +1,91 @@
+"""The few calls to the kernel that Python has no name for, and what /proc says of a process."""
+
+import ctypes
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NAME = 15
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}) failed: {os.strerror(number)}")
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies (child sub-reaper)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL this process when its present parent ends; ends it now if that is not `parent` any more."""
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """Set the name that ps and top show (15 bytes)."""
+    _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One look at /proc/<pid>/stat."""
+
+    state: str  # R running, S sleeping, D uninterruptible, T stopped, t traced, Z gone but not reaped
+    parent: int
+    session: int
+    cpu_s: float  # user and system time of all threads
+    start: int  # ticks since boot: with the pid, an identity
+
+
+def status(pid: int) -> Status | None:
+    """Read what the kernel says of `pid`; None when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (OSError, ProcessLookupError):
+        return None
+    rest = text.rpartition(")")[2].split()
+    return Status(
+        state=rest[0],
+        parent=int(rest[1]),
+        session=int(rest[3]),
+        cpu_s=(int(rest[11]) + int(rest[12])) / _TICKS,
+        start=int(rest[19]),
+    )
+
+
+def processes() -> dict[int, Status]:
+    """Every process of this machine that can be seen."""
+    found = ((int(name), status(int(name))) for name in os.listdir("/proc") if name.isdigit())
+    return {pid: stat for pid, stat in found if stat is not None}
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> bool:
+    """Send a signal; False when nobody was there."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def kill_session(session: int) -> list[int]:
+    """SIGKILL every process of a session; return their pids."""
+    return [pid for pid, stat in processes().items() if stat.session == session and stat.state != "Z" and kill(pid)]
+
+
+def belongs_to(pid: int, job: str) -> bool:
+    """True when `pid` was started (by exec) with this job's mark in its environment."""
+    try:
+        return f"EVERSTEP_JOB={job}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False

@@ -1,0 +1,107 @@
+"""What a wrapped call is made of in this process: the slices, composed; with an agent, and without one."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from everstep.clock import Clock
+from everstep.events import Event
+
+
+class Faults(Protocol):
+    """The injector, as the loop sees it."""
+
+    def at_boundary(self, step: int) -> None:
+        """`step` is about to begin."""
+        ...
+
+    def detach(self) -> None:
+        """Leave nothing behind."""
+        ...
+
+
+class Keeper(Protocol):
+    """Keeps the state of this rank: restores it, takes it after every step."""
+
+    epochs: Any
+
+    def open(
+        self, state: Mapping[str, Any], loader: Any, checkpoint_dir: str | None, checkpoint_interval: int | None
+    ) -> None:
+        """Say what the state is; refuses what cannot be saved, by its key."""
+        ...
+
+    def restore(self) -> int:
+        """Bring back the newest state that all ranks can; return the last step done in it, 0 for a start."""
+        ...
+
+    def restore_randomness(self) -> None:
+        """The random generators, after everything that draws at construction (B3)."""
+        ...
+
+    def take(self, step: int) -> None:
+        """`step` is done: keep its state."""
+        ...
+
+    def finish(self, step: int) -> None:
+        """The last step is done."""
+        ...
+
+
+class NoFaults:
+    """Nothing is injected."""
+
+    def at_boundary(self, step: int) -> None:
+        """See `Faults.at_boundary`."""
+
+    def detach(self) -> None:
+        """See `Faults.detach`."""
+
+
+class Parts(Protocol):
+    """What `Run` and its loop need of this process."""
+
+    rank: int
+    device: torch.device
+    clock: Clock
+    keeper: Keeper
+    phase: int
+    last_values: dict[str, float]
+
+    def emit(self, event: Event, *, at_s: float | None = None) -> None:
+        """Append to this process's ledger."""
+        ...
+
+    def late(self, step: int, seconds: float, values: dict[str, float]) -> None:
+        """The values of an earlier step have come from the device."""
+        ...
+
+    def close_setup(self) -> None:
+        """The user's own set-up is over: the loop begins."""
+        ...
+
+    def arm_faults(self, total: int, state: Mapping[str, Any]) -> Faults:
+        """Return the injector of this generation."""
+        ...
+
+    def page_step(self, step: int) -> None:
+        """Say on the page that `step` is done."""
+        ...
+
+    def enter_phase(self, phase: int, limit_s: float = 0.0) -> None:
+        """Say on the page what is done from here on."""
+        ...
+
+    def mark(self) -> None:
+        """A sign of progress."""
+        ...
+
+    def show(self, step: int, total: int) -> None:
+        """Tell whoever watches."""
+        ...
+
+    def atomic(self) -> contextlib.AbstractContextManager[None]:
+        """A section that is not interrupted."""
+        ...

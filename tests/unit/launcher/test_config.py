@@ -1,0 +1,123 @@
+"""What the command line may say, and the words with which the rest is refused."""
+
+import pytest
+
+from everstep.errors import ConfigurationError, UsageError
+from everstep.launcher.agent.worker import environment_of, plan_logs, stream_of
+from everstep.launcher.config import LaunchConfig, bytes_of, from_flags, mentions_everstep, writable
+from everstep.launcher.preload import top_level_imports
+
+FLAGS = {
+    "module": False,
+    "no_python": False,
+    "training_script_args": [],
+    "nproc": 2,
+    "max_restarts": None,
+    "grace": 15.0,
+    "role": "default",
+    "rdzv_id": "none",
+    "redirects": "0",
+    "tee": "0",
+    "local_ranks_filter": "",
+}
+
+
+def script(tmp_path, text: str, name: str = "train.py") -> str:
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "mend"),
+    [
+        ({"nproc": 0}, "at least one rank"),
+        ({"spares": -1}, "0 or more"),
+        ({"max_restarts": -1}, "leave it out"),
+        ({"module": True, "no_python": True}, "contradict"),
+        ({"soft_timeout_s": 9.0, "hard_timeout_s": 3.0}, "soft < hard"),
+        ({"grace_s": -1.0}, "0 or more"),
+    ],
+)
+def test_impossible_launches_are_refused_with_the_mend(settings, mend):
+    with pytest.raises(UsageError, match=mend):
+        LaunchConfig(script="x.py", **settings)
+
+
+def test_a_script_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(UsageError, match="does not exist"):
+        from_flags(FLAGS | {"training_script": str(tmp_path / "gone.py")})
+
+
+def test_a_wrapped_script_keeps_one_spare(tmp_path):
+    config = from_flags(FLAGS | {"training_script": script(tmp_path, "import everstep\n")})
+    assert (config.wrapped, config.spares) == (True, 1)
+
+
+def test_a_plain_script_keeps_none_and_an_explicit_one_is_an_error(tmp_path):
+    plain = script(tmp_path, "import torch\n")
+    assert from_flags(FLAGS | {"training_script": plain}).spares == 0
+    with pytest.raises(UsageError, match="leave --spares"):
+        from_flags(FLAGS | {"training_script": plain, "spares": 1})
+
+
+def test_a_wrapper_in_a_module_beside_the_script_is_found(tmp_path):
+    script(tmp_path, "from everstep import resilient\n", "loop.py")
+    assert mentions_everstep(script(tmp_path, "import loop\n"))
+    assert not mentions_everstep(script(tmp_path, "import json\n", "other.py"))
+
+
+def test_a_doubt_keeps_the_spare(tmp_path):
+    assert mentions_everstep(script(tmp_path, "def broken(:\n"))
+    assert mentions_everstep("no.such.module.anywhere", module=True)
+
+
+@pytest.mark.parametrize(("text", "amount"), [("12", 12), ("1KB", 1000), ("1.5 GiB", 3 * 2**29), ("8gb", 8 * 10**9)])
+def test_amounts_of_memory(text, amount):
+    assert bytes_of(text) == amount
+
+
+@pytest.mark.parametrize("text", ["", "GB", "1 XB", "-3", "1.2.3"])
+def test_amounts_that_are_none(text):
+    with pytest.raises(UsageError, match="write for example"):
+        bytes_of(text)
+
+
+def test_an_unwritable_folder_is_an_error_with_its_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="--run-dir"):
+        writable(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "bits"),
+    [("0", 0, 0), ("3", 1, 3), ("0:1,1:3", 0, 1), ("0:1,1:3", 1, 3), ("0:1,1:3", 2, 0), ("nonsense", 0, 0)],
+)
+def test_redirects_as_torchrun_writes_them(text, rank, bits):
+    assert stream_of(text, rank) == bits
+
+
+def test_no_log_of_an_earlier_start_is_written_into(tmp_path):
+    config = LaunchConfig(script="x.py", redirects="3")
+    first, second = plan_logs(config, tmp_path, 0, 0), plan_logs(config, tmp_path, 0, 0)
+    assert first.folder != second.folder
+    assert first.folder.is_dir()
+    assert second.stdout.endswith("attempt_0.1/0/stdout.log")
+
+
+def test_a_rank_sees_what_torchrun_would_set(tmp_path):
+    config = LaunchConfig(script="x.py", nproc=4, max_restarts=3)
+    got = environment_of({"HOME": "/x"}, config, 2, 1, ("127.0.0.1", 1234), "e.json")
+    assert (got["RANK"], got["LOCAL_RANK"], got["WORLD_SIZE"], got["LOCAL_WORLD_SIZE"]) == ("2", "2", "4", "4")
+    assert (got["MASTER_ADDR"], got["MASTER_PORT"], got["TORCHELASTIC_RESTART_COUNT"]) == ("127.0.0.1", "1234", "1")
+    assert (got["OMP_NUM_THREADS"], got["TORCHELASTIC_MAX_RESTARTS"], got["HOME"]) == ("1", "3", "/x")
+
+
+def test_the_script_s_own_imports_are_preloaded_but_not_its_neighbours(tmp_path):
+    script(tmp_path, "", "beside.py")
+    text = (
+        "import os\nimport beside\nimport transformers\nfrom torchdata.x import A, B\nfrom . import c\nimport torch\n"
+    )
+    config = LaunchConfig(script=script(tmp_path, text))
+    assert top_level_imports(config) == ["transformers", "torchdata.x:A", "torchdata.x:B"]
+    assert top_level_imports(LaunchConfig(script=script(tmp_path, "def broken(:\n"))) == []

@@ -1,0 +1,24 @@
+"""The progress page: what one side stores the other loads."""
+
+import os
+
+from everstep.process.page import Page, Phase
+
+
+def test_a_reader_sees_what_the_worker_stored():
+    fd = Page.create("test")
+    worker, agent = Page(fd), Page(fd)
+    os.close(fd)
+    assert agent.read().phase == Phase.NONE
+    worker.enter(3, 10.0)
+    assert (agent.read().generation, agent.read().phase, agent.read().started_s) == (3, Phase.FIRST, 10.0)
+    worker.step_done(7, 11.5)
+    assert (agent.read().step, agent.read().mark_s, agent.read().phase) == (7, 11.5, Phase.STEP)
+    worker.phase(Phase.DECLARED, 12.0, limit_s=6.0)
+    worker.tick(12.5)
+    reading = agent.read()
+    assert (reading.limit_s, reading.auto_s, reading.mark_s) == (6.0, 12.5, 12.0)
+    worker.mark(13.0)
+    assert agent.read().mark_s == 13.0
+    worker.close()
+    agent.close()

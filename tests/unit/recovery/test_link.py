@@ -1,0 +1,64 @@
+"""The local line: whole packets, descriptors, and an end that is seen."""
+
+import os
+
+import pytest
+
+from everstep.recovery.link import MAX_PACKET, Link, LinkClosed
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = Link.pair()
+    other = Link.from_fd(os.dup(theirs.fileno()))
+    theirs.close()
+    yield ours, other
+    ours.close()
+    other.close()
+
+
+def test_messages_stay_whole_and_in_order(ends):
+    ours, other = ends
+    for number in range(20):
+        ours.send({"kind": "x", "n": number, "text": "é" * number})
+    assert [other.receive()[0]["n"] for _ in range(20)] == list(range(20))
+
+
+def test_a_descriptor_goes_along(ends):
+    ours, other = ends
+    reader, writer = os.pipe()
+    ours.send({"kind": "x"}, [writer])
+    os.close(writer)
+    _, (got,) = other.receive()
+    os.write(got, b"hello")
+    os.close(got)
+    assert os.read(reader, 10) == b"hello"
+    assert os.read(reader, 10) == b""
+    os.close(reader)
+
+
+def test_the_end_of_the_other_side_is_seen(ends):
+    ours, other = ends
+    ours.shutdown()
+    with pytest.raises(LinkClosed):
+        other.receive()
+    with pytest.raises(LinkClosed):
+        other.send({"kind": "x"})
+
+
+def test_what_is_too_large_is_refused_before_it_is_sent(ends):
+    ours, _ = ends
+    with pytest.raises(ValueError, match="pass a descriptor instead"):
+        ours.send({"kind": "big", "text": "x" * MAX_PACKET})
+
+
+def test_a_full_line_does_not_block(ends):
+    ours, _ = ends
+    ours.setblocking(False)
+
+    def fill() -> None:
+        for _ in range(10_000):
+            ours.send({"kind": "x", "text": "y" * 1000})
+
+    with pytest.raises(BlockingIOError):
+        fill()
