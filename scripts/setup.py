@@ -162,9 +162,8 @@ def announcement(items: list) -> str:
     told = ", ".join(
         f"{name} ({size_text(mb)}{', a CUDA build' if cuda and name[:6] == 'torch ' else ''})" for name, mb in large
     )
-    return f"about to download {len(remote)} packages, about {size_text(sum(costs.values()))}" + (
-        f": {told}" if told else ""
-    )
+    count = f"{len(remote)} package{'s' if len(remote) > 1 else ''}"
+    return f"about to download {count}, about {size_text(sum(costs.values()))}" + (f": {told}" if told else "")
 
 
 def size_text(megabytes: int) -> str:
@@ -173,7 +172,11 @@ def size_text(megabytes: int) -> str:
 
 def explain_failure(output: str) -> str:
     """Turn pip's last words into one sentence with the mend."""
-    last = " | ".join([line for line in output.splitlines() if line.strip()][-3:])
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    told = [
+        re.sub(r"^\W*error:\s*", "", line, flags=re.I) for line in lines if re.match(r"\W*error: ", line, flags=re.I)
+    ]
+    last = " | ".join(dict.fromkeys(told[:3])) or " | ".join(lines[-3:])
     if any(word in output for word in UNREACHED):
         return (
             f"pip reached no package index that has what is needed ({last}). "

@@ -110,7 +110,7 @@ REMOTE = "https://example.invalid/x.whl"
 def test_what_lies_on_this_disk_is_not_announced_as_a_download():
     assert setup.announcement([("torch", "2.13.0", "file:///w/torch.whl")]).endswith("nothing to download")
     text = setup.announcement([("torch", "2.13.0", "file:///w/torch.whl"), ("rich", "15.0.0", REMOTE)])
-    assert text == "about to download 1 packages, about 1 MB"
+    assert text == "about to download 1 package, about 1 MB"
 
 
 def test_a_cuda_build_is_announced_with_all_that_it_brings():
@@ -137,7 +137,8 @@ def test_pips_report_is_read():
 def test_without_a_network_the_way_out_is_named():
     text = setup.explain_failure("WARNING: Retrying\nERROR: Could not find a version that satisfies torch\n")
     assert "PIP_ARGS='--no-index --find-links FOLDER'" in text
-    assert setup.explain_failure("ERROR: disk full\n") == "pip could not install: ERROR: disk full"
+    assert setup.explain_failure("ERROR: disk full\n") == "pip could not install: disk full"
+    assert setup.explain_failure("a\nb\nc\nd\n") == "pip could not install: b | c | d"
 
 
 def test_the_pure_environment_holds_all_that_we_need_but_torch():
