@@ -5,7 +5,7 @@ import re
 import pytest
 
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
-FLAG = re.compile(r"`(--[a-z][a-z-]+)")
+FLAG = re.compile(r"`(--[a-z][a-z_-]+)")
 TARGET = re.compile(r"`?make ([a-z][a-z0-9-]+)")
 
 
