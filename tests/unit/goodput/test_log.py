@@ -1,0 +1,68 @@
+"""Reading a run folder: torn, doubled, foreign and empty files."""
+
+import pytest
+
+from everstep.errors import LedgerError, UsageError
+from everstep.goodput.log import newest_run, read_run
+from everstep.testing.simulated_run import SimulatedRun
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return SimulatedRun(ranks=2, steps=5).write(tmp_path / "run")
+
+
+def test_all_records_of_all_processes_are_read(folder):
+    log = read_run(folder)
+    assert len(log.records) == len(SimulatedRun(ranks=2, steps=5).run())
+    assert (log.torn, log.unread) == (0, [])
+
+
+def test_a_torn_last_line_is_ignored_and_counted_apart(folder):
+    path = folder / "events" / "worker-1000.jsonl"
+    path.write_text(path.read_text()[:-30])
+    log = read_run(folder)
+    assert (log.torn, log.unread) == (1, [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"v":1,"event":"StepD', "not json", '["a"]', '{"v":1,"event":"Unheard","at":{},"is":{}}', "\x00\x00", "3",
+     '{"v":1,"event":"Notice","at":{"mono_s":NaN,"wall_s":1,"boot_id":"a","pid":1,"role":"agent"},"is":{"text":""}}',
+     '{"v":1,"event":"Notice","at":{"mono_s":"1","wall_s":1,"boot_id":"a","pid":1,"role":"agent"},"is":{"text":""}}'],
+)  # fmt: skip
+def test_any_other_line_that_cannot_be_read_is_counted_with_its_place(folder, line):
+    path = folder / "events" / "worker-1000.jsonl"
+    first, *rest = path.read_text().strip().split("\n")
+    path.write_text("\n".join(["", first, line, *rest]))
+    log = read_run(folder)
+    assert len(log.unread) == 1
+    assert log.unread[0].startswith("worker-1000.jsonl, line 2: ")
+
+
+def test_a_line_that_stands_twice_counts_once(folder):
+    copy = folder / "events" / "copy.jsonl"
+    copy.write_text((folder / "events" / "worker-1000.jsonl").read_text())
+    assert len(read_run(folder).records) == len(SimulatedRun(ranks=2, steps=5).run())
+
+
+def test_a_foreign_folder_is_refused_with_the_mend(tmp_path):
+    with pytest.raises(UsageError, match=r"first line that the run prints"):
+        read_run(tmp_path)
+    with pytest.raises(UsageError, match=r"not a folder"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_a_folder_without_one_readable_record_is_refused(tmp_path):
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "agent-1.jsonl").write_text('\n{"v":1,"eve')
+    with pytest.raises(LedgerError, match=r"killed before its first record"):
+        read_run(tmp_path)
+
+
+def test_the_newest_run_is_found_and_none_is_told(tmp_path):
+    with pytest.raises(UsageError, match=r"everstep report RUN_DIR"):
+        newest_run(tmp_path / "none")
+    for name in ("20260101-a", "20260102-b"):
+        SimulatedRun(ranks=1, steps=2).write(tmp_path / name)
+    assert newest_run(tmp_path).name == "20260102-b"
