@@ -7,7 +7,7 @@ import argparse
 import time
 from pathlib import Path
 
-from everstep.goodput.report import load, write_page
+from everstep.goodput.report import draw, load
 from everstep.testing.simulated_run import showcase
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -20,10 +20,10 @@ run = showcase()
 run.steps = args.steps
 folder = run.write(args.out / "simulated-run")
 begun = time.perf_counter()
-load(folder)
+ledger, _ = load(folder)
 read = time.perf_counter()
-write_page(folder, args.out / "report.html")
+draw(ledger, folder.name, args.out / "report.html")
 drawn = time.perf_counter()
 print(f"{args.out / 'report.html'} written")
 if args.time:
-    print(f"{len(run.records)} records: read and accounted for in {read - begun:.2f} s, with the page {drawn - read:.2f} s")
+    print(f"{len(run.records)} records: accounted for in {read - begun:.2f} s, drawn in {drawn - read:.2f} s")

@@ -15,6 +15,7 @@ from everstep.errors import LedgerError
 
 VERSION = 1
 T = TypeVar("T")
+_SHAPES: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
 
 
 class Category(enum.Enum):
@@ -244,11 +245,19 @@ class Record:
 
 
 def _build(kind: type[T], values: Mapping[str, Any]) -> T:
-    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]  # all callers pass dataclasses
-    missing = [n for n, f in known.items() if n not in values and f.default is MISSING and f.default_factory is MISSING]
+    shape = _shape(kind)
+    missing = [name for name, required in shape if required and name not in values]
     if missing:
         raise KeyError(f"{kind.__name__} lacks {', '.join(missing)}")
-    return kind(**{name: _tuples(values[name]) for name in known if name in values})
+    return kind(**{name: _tuples(values[name]) for name, _ in shape if name in values})
+
+
+def _shape(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
+    """Each field of a dataclass, and whether it must be given; asked once a class, not once a line."""
+    if kind not in _SHAPES:
+        required = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(kind)}
+        _SHAPES[kind] = tuple(required.items())
+    return _SHAPES[kind]
 
 
 def _tuples(value: Any) -> Any:

@@ -68,7 +68,7 @@ def _report(runs: Sequence[Path], *, html: Path | None, as_json: bool, twin: Pat
     else:
         _print(ledgers)
     if html is not None:
-        _write(runs[0], html, twin)
+        _write(ledgers[0], html)
     return int(ExitCode.FAILED if any(ledger.errors for _, ledger in ledgers) else ExitCode.DONE)
 
 
@@ -78,9 +78,10 @@ def _print(ledgers: Sequence[tuple[Path, Ledger]]) -> None:
         console.print(tables(ledger, str(folder), console.width))
 
 
-def _write(folder: Path, html: Path, twin: Path | None) -> None:
+def _write(told: tuple[Path, Ledger], html: Path) -> None:
+    folder, ledger = told
     try:
-        report.write_page(folder, html, twin=twin)
+        report.draw(ledger, folder.resolve().name, html)
     except OSError as error:
         raise ConfigurationError(f"{html} cannot be written: {error}; name a file in a folder that exists") from error
     say(f"report: {html} written")

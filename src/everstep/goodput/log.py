@@ -74,13 +74,15 @@ def _read_file(path: Path, log: Log, seen: set[str]) -> None:
 
 def _timed(record: Record) -> Record:
     """Return the record if its times are numbers: a flipped bit must not move a whole boot."""
-    times: list[object] = [record.stamp.mono_s, record.stamp.wall_s]  # as JSON held them, not as Stamp declares them
-    if all(_is_finite(t) for t in times):
+    stamp = record.stamp
+    if _is_finite(stamp.mono_s) and _is_finite(stamp.wall_s):
         return record
-    raise LedgerError(f"a record of {type(record.event).__name__} whose times are no numbers: {times!r}")
+    times = f"{stamp.mono_s!r}, {stamp.wall_s!r}"
+    raise LedgerError(f"a record of {type(record.event).__name__} whose times are no numbers: {times}")
 
 
 def _is_finite(value: object) -> bool:
+    """Judge what JSON held, whatever Stamp declares."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

@@ -23,10 +23,15 @@ def load(folder: Path, *, twin: Path | None = None) -> tuple[Ledger, Log]:
 
 def write_page(folder: Path, target: Path, *, twin: Path | None = None) -> Ledger:
     """Write the HTML page of a run and return its ledger; `everstep run` does it at its end."""
+    ledger, _ = load(folder, twin=twin)
+    draw(ledger, folder.resolve().name, target)
+    return ledger
+
+
+def draw(ledger: Ledger, name: str, target: Path) -> None:
+    """Write a ledger's page; a reader sees the old one or the new one."""
     from everstep.goodput.page import render  # noqa: PLC0415 - Jinja2 is loaded for pages alone, not by the agent
 
-    ledger, _ = load(folder, twin=twin)
     partial = target.with_name(target.name + ".part")
-    partial.write_text(render(ledger, folder.resolve().name), encoding="utf-8")
+    partial.write_text(render(ledger, name), encoding="utf-8")
     partial.replace(target)
-    return ledger

@@ -137,11 +137,16 @@ def _merged(parts: list[Interval]) -> list[Interval]:
     """Join neighbours that differ in nothing."""
     out: list[Interval] = []
     for part in parts:
-        if out and out[-1].end == part.start and replace(out[-1], end=part.end) == replace(part, start=out[-1].start):
-            out[-1] = replace(out[-1], end=part.end)
+        last = out[-1] if out else None
+        if last is not None and last.end == part.start and _alike(last, part):
+            out[-1] = replace(last, end=part.end)
         else:
             out.append(part)
     return out
+
+
+def _alike(a: Interval, b: Interval) -> bool:
+    return (a.category, a.step, a.generation, a.text) == (b.category, b.step, b.generation, b.text)
 
 
 def _rank_time(lane: Lane) -> RankTime:

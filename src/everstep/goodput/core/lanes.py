@@ -22,6 +22,7 @@ from everstep.events import (
     SpanClosed,
     SpanOpened,
     StepDone,
+    StepValues,
     StopBegun,
 )
 from everstep.goodput.core.axis import to_ns
@@ -30,6 +31,7 @@ from everstep.goodput.core.story import Generation, Moment, Process, Seat, Sessi
 LOOP = (Category.STEP, Category.DATA_WAIT, Category.SNAPSHOT, Category.CHECKPOINT_STALL)
 SETTLED = (Category.STEP, Category.TAIL)
 EARLY = to_ns(1.0)
+LATE_VALUES = 4  # how many steps later a step's values may come
 NAMES = {c.value: c for c in Category} | {Category.REDO.value: Category.STEP}
 """A step done again is a step: its first execution stands as lost, and one of the two is waste, not both (L1)."""
 
@@ -120,10 +122,19 @@ class _Spans:
                 self._step(at, record_event)
             case Restored(seconds=seconds) if not self.restored:
                 self._restore(at, to_ns(seconds))
+            case _:
+                self._hear_aside(at, record_event)
+
+    def _hear_aside(self, at: int, record_event: object) -> None:
+        match record_event:
             case StopBegun():
                 self.move(at)
                 self.stack.clear()  # the spans of an unwound function close late or never
                 self.stopping = True
+            case StepValues(step=step, values=values):
+                for done in self.done[-LATE_VALUES:]:
+                    if done.step == step:
+                        done.values.update(values)
             case _:
                 pass
 

@@ -11,6 +11,8 @@ from everstep.events import (
     Restored,
     SpanClosed,
     SpanOpened,
+    StepDone,
+    StepValues,
     StopBegun,
 )
 from everstep.goodput.core.accounting import account
@@ -118,3 +120,16 @@ def test_a_spare_s_idle_time_stands_apart():
     assert second.took is None
     assert all(Category.IDLE_SPARE not in r.seconds for r in ledger.ranks)
     assert [at for at, _ in ledger.lanes[1].holders][1] == first.end
+
+
+def test_values_that_come_a_step_late_belong_to_their_step():
+    records = SimulatedRun(ranks=1, steps=4).run()
+    late = []
+    for record in records:
+        if isinstance(record.event, StepDone):
+            values = StepValues(step=record.event.step, values=record.event.values)
+            late.append(replace(record, event=replace(record.event, values={})))
+            late.append(replace(record, event=values, stamp=replace(record.stamp, mono_s=record.stamp.mono_s + 0.05)))
+        else:
+            late.append(record)
+    assert [p.value for p in account(late).losses] == [p.value for p in account(records).losses]
