@@ -1,8 +1,13 @@
 """A function in the main thread, a waiter that interrupts it, a ticker that pursues: a worker in small."""
 
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +64,49 @@ def rig():
     made = Rig()
     yield made
     made.interrupter.close()
+
+
+class Forks:
+    """Runs scenarios of several ranks; see zygote.py."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._zygote = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+
+    def run(self, function, ranks: int = 2, limit_s: float = 45.0, **arguments) -> list:
+        """Return what each rank returned; a rank that raised or died is an error that says how."""
+        answers = self.outcomes(function, ranks, limit_s, **arguments)
+        bad = {rank: answer for rank, answer in enumerate(answers) if "value" not in answer}
+        assert not bad, f"ranks failed: {bad}"
+        return [answer["value"] for answer in answers]
+
+    def outcomes(self, function, ranks: int = 2, limit_s: float = 45.0, **arguments) -> list[dict]:
+        """Return {"value": …}, {"error": …} or {"died": status} for each rank."""
+        request = {
+            "file": function.__code__.co_filename,
+            "function": function.__name__,
+            "ranks": ranks,
+            "limit_s": limit_s,
+            "arguments": arguments,
+        }
+        self._zygote.stdin.write(json.dumps(request) + "\n")
+        self._zygote.stdin.flush()
+        return json.loads(self._zygote.stdout.readline())
+
+    def close(self) -> None:
+        self._zygote.stdin.close()
+        self._zygote.stdout.close()
+        self._zygote.wait(10)
+
+
+@pytest.fixture(scope="session")
+def forks():
+    made = Forks()
+    yield made
+    made.close()
