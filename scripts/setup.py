@@ -149,6 +149,8 @@ def constraints(text: str, torch: "str | None") -> str:
 
 def announcement(items: list) -> str:
     """Say what a list of (name, version, url) amounts to: what lies on this disk is not downloaded."""
+    if not items:
+        return "nothing is missing"
     remote = [(name, version) for name, version, url in items if not url.startswith("file:")]
     if not remote:
         return f"{len(items)} packages to install, all of them on this disk: nothing to download"

@@ -6,7 +6,7 @@ import pytest
 
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 FLAG = re.compile(r"`(--[a-z][a-z_-]+)")
-TARGET = re.compile(r"`?make ([a-z][a-z0-9-]+)")
+TARGET = re.compile(r"(?:`|^    )make ([a-z][a-z0-9-]+)", re.MULTILINE)
 
 
 def documents(root):
@@ -38,8 +38,8 @@ def test_the_readme_shows_the_diff_that_is_run(root):
 def test_every_make_target_that_is_named_exists(root):
     targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (root / "Makefile").read_text(), re.MULTILINE))
     named = {target for page in documents(root) for target in TARGET.findall(page.read_text())}
-    prose = {"a", "that", "it", "this", "sure"}
-    assert sorted(named - targets - prose) == []
+    assert len(named) > 5
+    assert sorted(named - targets) == []
 
 
 def test_every_flag_of_the_readme_is_one_of_everstep_run(root):
