@@ -1,0 +1,118 @@
+"""`everstep checkpoint ls | verify | rm DIR`: what lies in a checkpoint directory, for people and for scripts.
+
+`ls` exits 0; `verify` 1 where any checkpoint is damaged, with a line `step file reason` for each wound; `rm` removes by
+step, and refuses the last whole one unless told twice.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from everstep.checkpoint import catalog
+from everstep.clock import SYSTEM
+from everstep.errors import ExitCode, UsageError
+from everstep.telemetry import say
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(subparsers: "Subparsers") -> None:
+    """Add `checkpoint` and what stands under it."""
+    parser = subparsers.add_parser("checkpoint", help="list, verify and remove checkpoints on disk")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="ls|verify|rm")
+    ls = verbs.add_parser("ls", help="list the checkpoints of a directory, newest first")
+    verify = verbs.add_parser("verify", help="read every byte of every checkpoint against its checksum")
+    rm = verbs.add_parser("rm", help="remove checkpoints by step")
+    for verb in (ls, verify, rm):
+        verb.add_argument("dir", metavar="DIR", help="what --checkpoint-dir named")
+        verb.add_argument("--json", action="store_true", help="print JSON")
+    verify.add_argument("--step", type=int, action="append", help="only this step (may be repeated)")
+    rm.add_argument("--step", type=int, action="append", required=True, help="the step to remove (may be repeated)")
+    rm.add_argument("--last-too", action="store_true", help="remove even the last whole checkpoint")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was asked; return the exit code. UsageError and CheckpointError carry their own."""
+    verbs = {"ls": _ls, "verify": _verify, "rm": _rm}
+    return verbs[args.verb](args)
+
+
+def _ls(args: argparse.Namespace) -> int:
+    rows = [found.row(SYSTEM.wall()) for found in catalog.scan(args.dir)]
+    if args.json:
+        _print(json.dumps(rows))
+        return ExitCode.DONE
+    if not rows:
+        say(f"no checkpoint in {args.dir}")
+        return ExitCode.DONE
+    _print(f"{'step':>10}  {'complete':8}  {'tier':5}  {'size':>10}  {'world':>5}  {'age':>9}  path")
+    for row in rows:
+        size, world, whole = _size(int(str(row["bytes"]))), row["world_size"] or "?", "yes" if row["complete"] else "NO"
+        age = _age(float(str(row["age_s"])))
+        _print(f"{row['step']:>10}  {whole:8}  {row['tier']:5}  {size:>10}  {world:>5}  {age:>9}  {row['path']}")
+    return ExitCode.DONE
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found = _chosen(catalog.scan(args.dir), args.step, args.dir)
+    wounds = [wound for one in found for wound in catalog.verify(one)]
+    if args.json:
+        told = [{"step": wound.step, "file": wound.file, "reason": wound.reason} for wound in wounds]
+        _print(json.dumps({"verified": [one.step for one in found], "damaged": told}))
+    else:
+        for wound in wounds:
+            _print(str(wound))
+        bad = len({wound.step for wound in wounds})
+        say(f"{len(found) - bad} of {len(found)} checkpoints in {args.dir} are whole")
+    return ExitCode.FAILED if wounds else ExitCode.DONE
+
+
+def _rm(args: argparse.Namespace) -> int:
+    found = catalog.scan(args.dir)
+    chosen = {one.step for one in _chosen(found, args.step, args.dir)}
+    whole = {one.step for one in found if one.complete}
+    if whole and whole <= chosen and not args.last_too:
+        raise UsageError(
+            f"that would remove every whole checkpoint in {args.dir} (step {max(whole)} is the newest); "
+            "add --last-too if it is meant"
+        )
+    for step in sorted(chosen):
+        catalog.discard(args.dir, step)
+    if args.json:
+        _print(json.dumps({"removed": sorted(chosen)}))
+    else:
+        say(f"removed from {args.dir}: step {', '.join(map(str, sorted(chosen)))}")
+    return ExitCode.DONE
+
+
+def _chosen(found: Sequence[catalog.Found], steps: Sequence[int] | None, directory: str) -> list[catalog.Found]:
+    if not steps:
+        return list(found)
+    missing = sorted(set(steps) - {one.step for one in found})
+    if missing:
+        held = ", ".join(str(one.step) for one in found) or "none"
+        raise UsageError(f"{directory} has no checkpoint of step {missing[0]}; it has: {held}")
+    return [one for one in found if one.step in set(steps)]
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:  # noqa: PLR2004 - the step from one unit to the next
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
