@@ -49,7 +49,7 @@ class Found:
 
     def row(self, now_s: float) -> dict[str, object]:
         """Return what `ls --json` prints."""
-        size = self.manifest.bytes if self.manifest else sum(_sizes(self.path))
+        size = self.manifest.total_bytes if self.manifest else sum(_sizes(self.path))
         return {
             "step": self.step, "path": self.path, "complete": self.complete, "tier": TIER, "bytes": size,
             "world_size": self.manifest.world_size if self.manifest else None,

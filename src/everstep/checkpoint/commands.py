@@ -16,7 +16,7 @@ from everstep.errors import ExitCode, UsageError
 from everstep.telemetry import say
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - the type has no public name
 
 
 def add_parser(subparsers: "Subparsers") -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC2701  # the format's own class
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage] - the format needs it
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,

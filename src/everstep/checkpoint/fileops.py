@@ -7,6 +7,8 @@ asked for by name (`fsync`, `fsync_dir`) and by nobody else.
 import ctypes
 import errno
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Protocol
 
 from everstep.errors import CheckpointError
@@ -126,22 +128,40 @@ class PosixFiles:
         return sorted(os.listdir(path))
 
 
-def write_all(files: FileOps, fd: int, data: Data) -> None:
-    """Write all of `data`, however many calls it takes."""
-    with memoryview(data) as view:
+def write_all(files: FileOps, fd: int, data: Data, path: str) -> None:
+    """Write all of `data`, however many calls it takes; an error carries `path`."""
+    with naming(path), memoryview(data) as view:
         done = 0
         while done < len(view):
             count = files.write(fd, view[done:])
             if count <= 0:
-                raise CheckpointError(f"the file system took {count} of {len(view) - done} bytes and gave no reason")
+                raise CheckpointError(
+                    f"{path}: the file system took {count} of {len(view) - done} bytes, no reason given"
+                )
             done += count
+
+
+def sync(files: FileOps, fd: int, path: str) -> None:
+    """Return when the content is durable; an error carries `path`."""
+    with naming(path):
+        files.fsync(fd)
 
 
 def put(files: FileOps, path: str, content: bytes) -> None:
     """Make a new durable file of `content`; the name itself is durable after `fsync_dir`."""
     fd = files.create(path)
     try:
-        write_all(files, fd, content)
-        files.fsync(fd)
+        write_all(files, fd, content, path)
+        sync(files, fd, path)
     finally:
         files.close(fd)
+
+
+@contextmanager
+def naming(path: str) -> Generator[None]:
+    """Give an OSError of a call by descriptor the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise

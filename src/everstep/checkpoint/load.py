@@ -75,7 +75,8 @@ class State:
             found = checksum(view)
         if found != entry.xxh3:
             raise DamagedCheckpoint(
-                f"{self._where(entry.file)}: {entry.name} has checksum {found}, not {entry.xxh3}: its bytes were changed"
+                f"{self._where(entry.file)}: {entry.name} has checksum {found}, not "
+                f"{entry.xxh3}: its bytes were changed"
             )
         return content
 

@@ -16,7 +16,7 @@ from everstep.checkpoint.core import items, names
 from everstep.checkpoint.core.archive import ALIGNMENT, TensorArchive, value_archive
 from everstep.checkpoint.core.layout import Layout
 from everstep.checkpoint.core.manifest import Entry, FileFact, Fragment, checksum
-from everstep.checkpoint.fileops import Data, FileOps, put, write_all
+from everstep.checkpoint.fileops import Data, FileOps, put, sync, write_all
 
 PIECE = 4 << 20
 """Bytes hashed and written at a time, so that the second reading finds them in the processor's cache."""
@@ -40,11 +40,12 @@ class _Shard:
     def __init__(self, files: FileOps, path: str) -> None:
         self._files = files
         self._hash = xxhash.xxh3_64()
+        self.path = path
         self.position = 0
         self.fd = files.create(path)
 
     def write(self, data: Data) -> None:
-        write_all(self._files, self.fd, data)
+        write_all(self._files, self.fd, data, self.path)
         self._hash.update(data)
         self.position += len(data)
 
@@ -56,7 +57,12 @@ class _Shard:
 
 
 def write_shard(
-    files: FileOps, target: Target, snapshot: Layout, description: bytes, payload: memoryview, training: Mapping[str, str]
+    files: FileOps,
+    target: Target,
+    snapshot: Layout,
+    description: bytes,
+    payload: memoryview,
+    training: Mapping[str, str],
 ) -> Fragment:
     """Write what `snapshot.rank` owns of `payload` into `target.folder`; return the durable fragment."""
     rank = snapshot.rank
@@ -65,7 +71,7 @@ def write_shard(
     shard = _Shard(files, os.path.join(target.folder, names.shard(rank)))
     try:
         entries = list(_entries(shard, snapshot, tensors, payload))
-        files.fsync(shard.fd)
+        sync(files, shard.fd, shard.path)
     finally:
         files.close(shard.fd)
     put(files, os.path.join(target.folder, names.layout(rank)), description)

@@ -151,12 +151,6 @@ def _directory(members: Sequence[_Member], start: int) -> bytes:
 def _entry(member: _Member) -> bytes:
     name, flags = member.name.encode(), _UTF8 | (_LATE_CRC if member.late else 0)
     wide = struct.pack("<HHQQ", 1, 16, member.size, member.size) if member.size >= _LIMIT else b""
-    shown = min(member.size, _LIMIT)
-    return (
-        _CENTRAL.pack(
-            0x02014B50, _VERSION, _VERSION, flags, 0, 0, 0x21, member.crc, shown, shown,
-            len(name), len(wide), 0, 0, 0, 0, member.offset,
-        )  # fmt: skip
-        + name
-        + wide
-    )
+    shown, crc = min(member.size, _LIMIT), member.crc
+    fixed = (0x02014B50, _VERSION, _VERSION, flags, 0, 0, 0x21, crc, shown, shown, len(name), len(wide))
+    return _CENTRAL.pack(*fixed, 0, 0, 0, 0, member.offset) + name + wide

@@ -29,6 +29,9 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
 
+MERGE_LIMIT = 3
+"""Mergers that may be lost in one save; what kills so many would kill the next."""
+
 ENDS = frozenset({Phase.COMMITTED, Phase.VOID, Phase.FAILED})
 
 
@@ -43,6 +46,7 @@ class Save:
     staged: frozenset[int] = frozenset()
     written: Mapping[int, int] = field(default_factory=dict[int, int])  # rank → bytes
     merger: int = 0
+    merges: int = 1  # how often a merge was or will be asked for
     text: str = ""  # why it ended as it did
 
     @property
@@ -194,8 +198,10 @@ def _merger_lost(save: Save, event: Event) -> Outcome:
     assert isinstance(event, WriterLost)
     if event.rank != save.merger:
         return save, ()
+    if save.merges >= MERGE_LIMIT:
+        return _failed(save, event)
     again = (save.merger + 1) % save.world_size
-    return replace(save, merger=again), (Merge(again),)
+    return replace(save, merger=again, merges=save.merges + 1), (Merge(again),)
 
 
 def _published(save: Save, event: Event) -> Outcome:

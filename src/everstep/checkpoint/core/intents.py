@@ -4,7 +4,8 @@ Rule 1: one intent is open at a time; the next is chosen when the last is done, 
 than the interval the steps between are left out *here*, in choosing, never in one rank's queue: rank by rank next to
 nothing is ever whole (EXPERIMENTS C1, E33).
 Rule 2: an intent lies ahead of the newest step that any rank is known to have begun. A rank that has passed it says
-so; the intent is then void for all, and the lead grows until intents come in time.
+so; the intent is then void for all, and the lead grows until intents come in time. It grows from fresh knowledge only:
+who calls `choose` first says where the ranks are (`saw`).
 Rule 3: multiples of the interval only. A save that ends late waits for the next one: the newest durable step is then
 never older than twice the write and one interval.
 Rule 4: a new generation begins from the step it restores; intents of the old one are void.
@@ -15,6 +16,9 @@ It does not know ranks, clocks or files; who calls it holds the open intent's fa
 from dataclasses import dataclass, replace
 
 from everstep.errors import UsageError
+
+MAX_LEAD = 1024
+"""No message takes longer than so many steps; beyond, a rank is slow for another reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,9 @@ def choose(plan: Plan) -> tuple[Plan, Choice]:
     left_out = tuple(range(first_due, step, plan.interval))
     reason = f"the next multiple of {plan.interval} after step {plan.last}"
     if left_out:
-        reason = f"the first multiple of {plan.interval} ahead of every rank, the newest of which is at step {plan.seen}"
+        reason = (
+            f"the first multiple of {plan.interval} ahead of every rank, the newest of which is at step {plan.seen}"
+        )
     return replace(plan, last=step), Choice(step, reason, left_out)
 
 
@@ -61,15 +67,10 @@ def saw(plan: Plan, step: int) -> Plan:
 
 
 def late(plan: Plan, step: int) -> Plan:
-    """A rank was already at `step` when the intent came: look further ahead from now on."""
-    return replace(saw(plan, step), lead=max(1, 2 * plan.lead))
-
-
-def in_time(plan: Plan) -> Plan:
-    """All ranks took the intended step: a lead that grew may shrink again, slowly."""
-    return replace(plan, lead=max(0, plan.lead - 1))
+    """A rank was already at `step` when the intent came: look further ahead from now on, in this generation."""
+    return replace(saw(plan, step), lead=min(MAX_LEAD, max(1, 2 * plan.lead)))
 
 
 def rewind(plan: Plan, step: int) -> Plan:
     """A generation begins after `step`: what was intended beyond it is due again."""
-    return replace(plan, seen=step, last=step)
+    return replace(plan, seen=step, last=step, lead=0)

@@ -62,8 +62,12 @@ class Entry:
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> "Entry":
         """Read one entry; KeyError or TypeError for what is none."""
-        known = {f.name: body[f.name] for f in fields(cls) if f.name in body}
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in known.items()})
+        known: dict[str, Any] = {f.name: _tuple(body[f.name]) for f in fields(cls) if f.name in body}
+        return cls(**known)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType]
 
 
 def entry_id(name: str, offsets: Sequence[int]) -> str:
@@ -98,10 +102,10 @@ class Fragment:
             body = json.loads(bytes(text))
             if body.pop("v") != VERSION:
                 raise ValueError(f"its version is not {VERSION}")
-            known = {f.name: body[f.name] for f in fields(cls) if f.name in body}
+            known: dict[str, Any] = {f.name: _tuple(body[f.name]) for f in fields(cls) if f.name in body}
             known["files"] = _files(body["files"])
             known["entries"] = tuple(map(Entry.from_json, body["entries"]))
-            return cls(**known | {"needs": tuple(body["needs"])})
+            return cls(**known)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"a writer's fragment cannot be read ({error}); expected JSON of version {VERSION}"
@@ -122,7 +126,7 @@ class Manifest:
     training: Mapping[str, str]
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of all files, the manifest's own apart."""
         return sum(fact.bytes for fact in self.files.values())
 
@@ -140,7 +144,7 @@ class Manifest:
         """Read what `to_bytes` wrote; DamagedCheckpoint that says what is wrong for anything else."""
         body = _checked(text)
         try:
-            known = {f.name: body[f.name] for f in fields(cls)}
+            known: dict[str, Any] = {f.name: body[f.name] for f in fields(cls)}
             known["files"] = _files(body["files"])
             known["entries"] = tuple(map(Entry.from_json, body["entries"]))
             return cls(**known)

@@ -1,0 +1,380 @@
+"""The disk tier as it rides on the agent: intents to the ranks, snapshots to the writers, commits, retention.
+
+It decides nothing itself: which step (core/intents.py), how far a save is (core/commit.py), what goes
+(core/retention.py). It carries messages between ranks, writers and those, and never touches the disk while the job
+runs: a writer does. Nothing that happens to a save stops training; every end of one is an event, and each failure is
+a notice at once, a word to every rank, and a sentence in the exit status.
+
+    rank ◀─ disk.intent {save, step}              rank ─▶ disk.staged {save, buffer}  or  disk.late {save, step}
+    rank ◀─ disk.void {save}, disk.release {save, buffer}, disk.problem {text}
+    rank ─▶ disk.damaged {step, text}             (a restore could not read it: the next best is taken)
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from everstep.checkpoint import catalog
+from everstep.checkpoint.core import commit, intents, names, retention
+from everstep.checkpoint.core.plan import Committed
+from everstep.checkpoint.directory import Claim
+from everstep.checkpoint.writers import Writers
+from everstep.errors import ConfigurationError
+from everstep.events import Notice, TierEvent
+from everstep.recovery.api import Child, Host, Message
+from everstep.recovery.core.words import Roster
+
+TIER = catalog.TIER
+SLOW_WRITE_S = 120.0
+
+
+class Whole(Protocol):
+    """A step that every rank holds in memory, of one lineage."""
+
+    @property
+    def step(self) -> int: ...  # noqa: D102
+    @property
+    def epoch(self) -> int: ...  # noqa: D102
+    @property
+    def generation(self) -> int: ...  # noqa: D102
+    @property
+    def buffers(self) -> Mapping[int, int]: ...  # noqa: D102
+
+
+class Source(Protocol):
+    """What the disk tier asks of whoever holds the snapshots."""
+
+    def fd(self, rank: int, buffer: int) -> int:
+        """The descriptor of a buffer; stays the shelf's."""
+        ...
+
+    def hold(self, rank: int, buffer: int) -> None:
+        """Keep a buffer from being overwritten."""
+        ...
+
+    def release(self, rank: int, buffer: int) -> None:
+        """A buffer may be overwritten again."""
+        ...
+
+    def newest(self) -> Whole | None:
+        """The newest step that every rank holds whole; None where there is none."""
+        ...
+
+    @property
+    def at_step(self) -> int:
+        """The newest step that any rank has sealed; 0 where there is none."""
+        ...
+
+    @property
+    def began_from(self) -> int:
+        """The step from which the present generation began; 0 for the beginning."""
+        ...
+
+
+class Disk:
+    """Companion `disk`. `keep` None keeps every checkpoint."""
+
+    prefix = "disk"
+
+    def __init__(self, directory: str, interval: int, shelf: Source, keep: int | None = retention.DEFAULT_KEEP) -> None:
+        retention.check_keep(keep)
+        self._plan = intents.Plan(interval)
+        self._keep = keep
+        self._shelf = shelf
+        self._claim = Claim(directory)
+        self.directory = self._claim.directory
+        self._save: commit.Save | None = None
+        self._lineage = (0, 0)
+        self._buffers: dict[int, int] = {}
+        self._asked_s = 0.0
+        self._attempts = 0
+        self._complete: set[int] = set()
+        self._struck: set[int] = set()
+        self._condemned: list[int] = []
+        self._problems: list[str] = []
+        self._running = False  # a generation is under way
+        self._final_tried = False
+
+    def start(self, host: Host) -> None:
+        """See `Companion.start`."""
+        self._host = host
+        swept = self._claim.take(host.run_dir)
+        for text in swept:
+            self._notice(text.removeprefix("warning: "), "warning" if text.startswith("warning: ") else "info")
+        self._writers = Writers(host, self.directory, self._claim.fd)
+        try:
+            self._take_stock(host.world_size)
+        except ConfigurationError:
+            self._claim.close()
+            raise
+        self._writers.start()
+
+    def committed(self) -> Sequence[Committed]:
+        """Whole checkpoints of this directory, newest first, for the plan of a generation's beginning."""
+        steps = sorted(self._complete - self._struck, reverse=True)
+        return [Committed(step, TIER, {"path": self._path(step), "step": step}) for step in steps]
+
+    def on_message(self, rank: int, message: Message, fds: Sequence[int]) -> None:
+        """See `Companion.on_message`."""
+        _close(fds)
+        match message["kind"]:
+            case "disk.staged":
+                self._staged(rank, message["save"], message["buffer"])
+            case "disk.late":
+                self._plan = intents.late(self._plan, message["step"])
+                self._hear(message["save"], commit.Late(rank, message["step"]))
+            case "disk.damaged":
+                self._strike(message["step"], message["text"])
+            case _:
+                return
+
+    def on_child_message(self, child: Child, message: Message, fds: Sequence[int]) -> None:
+        """See `Companion.on_child_message`."""
+        rank = self._writers.rank_of(child)
+        if rank is None:
+            _close(fds)
+            return
+        token, kind = message.get("save"), message["kind"]
+        if kind == "written" and self._is(token):
+            self._writers.keep_fragment(rank, fds)
+            self._hear(token, commit.Written(rank, message["bytes"]))
+            return
+        _close(fds)
+        if kind == "published":
+            self._hear(token, commit.Published(), message["bytes"])
+        elif kind == "refused":
+            self._hear(token, commit.Refused(rank, message["text"]))
+        elif kind in ("pruned", "discarded"):
+            self._writers.done(rank)
+            if message["text"]:
+                self._notice(message["text"], "warning")
+            self._host.recheck()
+
+    def on_child_exit(self, child: Child, status: int) -> None:
+        """See `Companion.on_child_exit`."""
+        rank = self._writers.rank_of(child)
+        if rank is None:
+            return
+        text = self._writers.lost(rank, status)
+        self._notice(text, "warning")
+        if self._save is not None:
+            self._hear(self._save.token, commit.WriterLost(rank, text))
+        if self._save is not None and self._writers.given_up:
+            self._hear(self._save.token, commit.Stopped(text))
+        self._host.recheck()
+
+    def on_stopped(self, generation: int) -> None:
+        """See `Companion.on_stopped`. What is being written goes on: writers read what the agent holds."""
+        self._running = False
+        if self._save is not None:
+            self._hear(self._save.token, commit.Stopped(f"generation {generation} ended first"))
+
+    def on_roster(self, roster: Roster) -> Mapping[int, Message]:
+        """See `Companion.on_roster`."""
+        self.on_stopped(self._lineage[1])
+        self._lineage = (roster.epoch, roster.generation)
+        self._plan = intents.rewind(self._plan, self._shelf.began_from)
+        self._running, self._final_tried = True, False
+        self._next()
+        return {m.rank: {"directory": self.directory, "interval": self._plan.interval} for m in roster.members}
+
+    def on_tick(self, now: float) -> None:
+        """See `Companion.on_tick`."""
+        save = self._save
+        if save is None or save.phase is not commit.Phase.WRITING or now - self._asked_s < SLOW_WRITE_S:
+            return
+        waiting = sorted(set(range(save.world_size)) - set(save.written))
+        self._asked_s = now
+        self._notice(
+            f"the checkpoint of step {save.step} has been in writing for over {SLOW_WRITE_S:.0f} s (waiting for the "
+            f"writer of rank {waiting}): storage is slow or stuck; training goes on without it",
+            "warning",
+        )
+        self._host.later(SLOW_WRITE_S)
+
+    def drained(self, completed: bool) -> bool:
+        """See `Companion.drained`. A completed job's last step is saved too, from memory."""
+        self._running = False
+        if self._save is not None:
+            self._hear(self._save.token, commit.Stopped("the job ended before every rank came to it"))
+        if completed and not self._final_tried and self._save is None:
+            self._final_tried = True
+            self._save_last()
+        if self._save is None and self._condemned and self._writers.prune([], self._folders(self._condemned)):
+            self._condemned = []
+        return self._save is None and not self._writers.busy
+
+    def problems(self) -> Sequence[str]:
+        """See `Companion.problems`."""
+        return tuple(self._problems)
+
+    def close(self) -> None:
+        """See `Companion.close`."""
+        self._writers.close()
+        self._claim.close()
+
+    # stock of the directory
+
+    def _take_stock(self, world_size: int) -> None:
+        """Verify the newest checkpoint in full, and the next while one is damaged; name each wound."""
+        found = catalog.scan(self.directory)
+        newest, wounds = catalog.newest_whole(self.directory)
+        for wound in wounds:
+            self._host.emit(TierEvent(tier=TIER, what="damaged", step=wound.step, text=f"{wound.file} {wound.reason}"))
+            taken = f"step {newest.step} is taken" if newest else "it is skipped"
+            self._notice(f"damaged checkpoint {self._path(wound.step)}: {wound.file} {wound.reason}; {taken}", "error")
+        if newest is None or newest.manifest is None:
+            if found:
+                told = "; ".join(f"step {w.step}: {w.file} {w.reason}" for w in wounds)
+                raise ConfigurationError(
+                    f"no checkpoint in {self.directory} is whole ({told}). Nothing was deleted. To begin from the "
+                    "first step, move them away or give another --checkpoint-dir."
+                )
+            return
+        if newest.manifest.world_size != world_size:
+            raise ConfigurationError(
+                f"{newest.path} was saved by {newest.manifest.world_size} ranks and this job has {world_size}. "
+                f"Start with --nproc-per-node {newest.manifest.world_size}, or give another --checkpoint-dir; "
+                "torch.distributed.checkpoint.load reads it in any world."
+            )
+        wounded = {wound.step for wound in wounds}
+        self._complete = {one.step for one in found if one.complete and one.step not in wounded}
+
+    def _strike(self, step: int, text: str) -> None:
+        if step not in self._struck:
+            self._struck.add(step)
+            self._host.emit(TierEvent(tier=TIER, what="damaged", step=step, text=text))
+            self._notice(f"damaged checkpoint {self._path(step)}: {text}; the next best is taken", "error")
+
+    # one save
+
+    def _next(self) -> None:
+        """Choose the next intent and tell the ranks, where a generation runs and no save is open."""
+        if not self._running or self._save is not None or self._writers.given_up:
+            return
+        self._plan, choice = intents.choose(intents.saw(self._plan, self._shelf.at_step))
+        for step in choice.left_out:
+            self._host.emit(TierEvent(tier=TIER, what="coalesced", step=step, text=choice.reason))
+        save = self._open(choice.step, *self._lineage)
+        self._host.emit(TierEvent(tier=TIER, what="planned", step=save.step, text=choice.reason))
+        self._tell({"kind": "disk.intent", "save": save.token, "step": save.step})
+
+    def _open(self, step: int, epoch: int, generation: int) -> commit.Save:
+        self._attempts += 1
+        token = str(names.Staging(step, epoch, generation, self._claim.job, self._attempts))
+        self._save = commit.Save(token, step, self._host.world_size)
+        return self._save
+
+    def _save_last(self) -> None:
+        """Save the newest step that memory holds whole, unless it is durable already."""
+        whole = self._shelf.newest()
+        if whole is None or whole.step in self._complete or self._writers.given_up:
+            return
+        token = self._open(whole.step, whole.epoch, whole.generation).token
+        for rank, buffer in whole.buffers.items():
+            self._shelf.hold(rank, buffer)
+            self._staged(rank, token, buffer)
+
+    def _staged(self, rank: int, token: str, buffer: int) -> None:
+        if not self._is(token) or rank in self._buffers:
+            self._give_back(rank, token, buffer)  # it came after the save was void
+            return
+        self._buffers[rank] = buffer
+        self._hear(token, commit.Staged(rank))
+
+    def _is(self, token: object) -> bool:
+        return self._save is not None and self._save.token == token
+
+    def _hear(self, token: object, event: commit.Event, size: int = 0) -> None:
+        if self._save is None or not self._is(token):
+            return
+        before = self._save
+        self._save, commands = commit.hear(before, event)
+        if before.phase is commit.Phase.ASKED and self._save.phase is commit.Phase.WRITING:
+            self._all_staged(self._save)
+        for command in commands:
+            self._do(self._save, command)
+        if self._save.ended:
+            self._end(self._save, size)
+
+    def _all_staged(self, save: commit.Save) -> None:
+        self._plan = intents.saw(self._plan, save.step)
+        self._asked_s = self._host.clock.now()
+        self._host.emit(TierEvent(tier=TIER, what="taken", step=save.step))
+        self._host.later(SLOW_WRITE_S)
+
+    def _do(self, save: commit.Save, command: commit.Command) -> None:
+        match command:
+            case commit.Write(rank):
+                self._writers.write(rank, save.token, self._shelf.fd(rank, self._buffers[rank]), save.world_size)
+            case commit.Release(rank):
+                self._give_back(rank, save.token, self._buffers.pop(rank))
+            case commit.Merge(rank):
+                self._writers.merge(rank, save.token)
+            case commit.Withdraw():
+                self._tell({"kind": "disk.void", "save": save.token})
+            case commit.Discard():
+                self._writers.discard(save.token)
+
+    def _give_back(self, rank: int, token: str, buffer: int) -> None:
+        self._shelf.release(rank, buffer)
+        self._host.send(rank, {"kind": "disk.release", "save": token, "buffer": buffer})
+
+    def _end(self, save: commit.Save, size: int) -> None:
+        seconds = self._host.clock.now() - self._asked_s
+        self._save = None
+        self._buffers.clear()
+        self._writers.forget_fragments()
+        ends: dict[commit.Phase, Callable[[], None]] = {
+            commit.Phase.COMMITTED: lambda: self._durable(save, size, seconds),
+            commit.Phase.VOID: lambda: self._host.emit(
+                TierEvent(tier=TIER, what="skipped", step=save.step, text=save.text)
+            ),
+            commit.Phase.FAILED: lambda: self._failed(save, seconds),
+        }
+        ends[save.phase]()
+        self._next()
+        self._host.recheck()
+
+    def _durable(self, save: commit.Save, size: int, seconds: float) -> None:
+        self._complete.add(save.step)
+        self._struck.discard(save.step)
+        self._host.emit(TierEvent(tier=TIER, what="committed", step=save.step, bytes=size, seconds=seconds))
+        decision = retention.decide(self._complete, self._keep)
+        going = [step for step in decision.remove if step != save.step]
+        if not going and not self._condemned:
+            return
+        if self._writers.prune(self._folders(going), self._folders(self._condemned)):
+            self._complete -= set(going)
+            self._condemned = going
+            for step in going:
+                self._host.emit(TierEvent(tier=TIER, what="removed", step=step, text=decision.reason))
+
+    def _failed(self, save: commit.Save, seconds: float) -> None:
+        newest = max(self._complete, default=None)
+        stands = "none is durable yet" if newest is None else f"the newest durable one is of step {newest}"
+        text = f"the checkpoint of step {save.step} was not saved: {save.text}"
+        self._problems.append(text)
+        self._host.emit(TierEvent(tier=TIER, what="failed", step=save.step, seconds=seconds, text=save.text))
+        self._notice(f"{text}. Training goes on; {stands}.", "error")
+        self._tell({"kind": "disk.problem", "text": text})
+
+    # words
+
+    def _tell(self, message: Message) -> None:
+        for rank in range(self._host.world_size):
+            self._host.send(rank, message)
+
+    def _notice(self, text: str, level: str) -> None:
+        self._host.emit(Notice(text=text, level=level))
+
+    def _path(self, step: int) -> str:
+        return os.path.join(self.directory, names.committed(step))
+
+    def _folders(self, steps: Sequence[int]) -> list[str]:
+        return [names.committed(step) for step in steps]
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

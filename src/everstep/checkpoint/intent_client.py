@@ -1,0 +1,87 @@
+"""A rank's side of the disk tier: knows the one step that is to be staged, and holds what was, until it is written.
+
+Two threads meet here: the waiter, which hears the agent (`on_message`), and the main thread at the end of each step
+(`due`, `staged`). Rule: an intent for a step that this rank has already ended is answered "late", never taken later:
+the step would be another on this rank than on its peers.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Send = Callable[[Mapping[str, Any]], None]
+
+
+class IntentClient:
+    """Fed by the waiter thread, asked by the main thread. `release` gives a buffer back to the snapshotter."""
+
+    def __init__(self, send: Send, release: Callable[[int], None], step: int = 0) -> None:
+        self._send = send
+        self._release = release
+        self._lock = threading.Lock()
+        self._done = step
+        self._intent: tuple[str, int] | None = None
+        self._taking: str | None = None
+        self._problems: list[str] = []
+
+    def on_message(self, message: Mapping[str, Any]) -> None:
+        """Hear the agent: any message whose kind starts with `disk.`. On the waiter thread."""
+        match message["kind"]:
+            case "disk.intent":
+                self._offered(message["save"], message["step"])
+            case "disk.void":
+                with self._lock:
+                    if self._intent is not None and self._intent[0] == message["save"]:
+                        self._intent = None
+            case "disk.release":
+                self._release(message["buffer"])
+            case "disk.problem":
+                with self._lock:
+                    self._problems.append(message["text"])
+            case _:
+                return
+
+    def _offered(self, save: str, step: int) -> None:
+        with self._lock:
+            present = self._done
+            if step > present:
+                self._intent = (save, step)
+        if step <= present:
+            self._send({"kind": "disk.late", "save": save, "step": present})
+
+    def due(self, step: int) -> bool:
+        """Say that `step` is done here; True when its snapshot is to be held for the disk. Main thread."""
+        with self._lock:
+            self._done = step
+            self._taking = None
+            if self._intent is None or step < self._intent[1]:
+                return False
+            save, wanted = self._intent
+            self._intent = None
+            if step == wanted:
+                self._taking = save
+                return True
+        self._send({"kind": "disk.late", "save": save, "step": step})  # the loop jumped over it
+        return False
+
+    def staged(self, buffer: int | None) -> None:
+        """The snapshot of the step that was due is whole in `buffer`, or could not be held (None). Main thread."""
+        with self._lock:
+            save, self._taking, step = self._taking, None, self._done
+        if save is None:
+            return
+        if buffer is None:
+            self._send({"kind": "disk.late", "save": save, "step": step})
+        else:
+            self._send({"kind": "disk.staged", "save": save, "buffer": buffer})
+
+    def rewound(self, step: int) -> None:
+        """A generation begins after `step`; intents of the last one are void."""
+        with self._lock:
+            self._done, self._intent, self._taking = step, None, None
+
+    def problems(self) -> list[str]:
+        """Take what went wrong since the last call, a sentence each."""
+        with self._lock:
+            told, self._problems = self._problems, []
+        return told
