@@ -6,7 +6,7 @@ runs: a writer does. Nothing that happens to a save stops training; every end of
 a notice at once, a word to every rank, and a sentence in the exit status.
 
     rank ◀─ disk.intent {save, step}              rank ─▶ disk.staged {save, buffer}  or  disk.late {save, step}
-    rank ◀─ disk.void {save}, disk.release {save, buffer}, disk.problem {text}
+    rank ◀─ disk.void {save}, disk.problem {text}
     rank ─▶ disk.damaged {step, text}             (a restore could not read it: the next best is taken)
 """
 
@@ -16,7 +16,8 @@ from typing import Protocol
 
 from everstep.checkpoint import catalog
 from everstep.checkpoint.core import commit, intents, names, retention
-from everstep.checkpoint.core.plan import Committed
+from everstep.checkpoint.core.final import newest_common
+from everstep.checkpoint.core.plan import Committed, Plan, Sealed
 from everstep.checkpoint.directory import Claim
 from everstep.checkpoint.writers import Writers
 from everstep.errors import ConfigurationError
@@ -28,46 +29,28 @@ TIER = catalog.TIER
 SLOW_WRITE_S = 120.0
 
 
-class Whole(Protocol):
-    """A step that every rank holds in memory, of one lineage."""
-
-    @property
-    def step(self) -> int: ...  # noqa: D102
-    @property
-    def epoch(self) -> int: ...  # noqa: D102
-    @property
-    def generation(self) -> int: ...  # noqa: D102
-    @property
-    def buffers(self) -> Mapping[int, int]: ...  # noqa: D102
-
-
 class Source(Protocol):
-    """What the disk tier asks of whoever holds the snapshots."""
+    """What the disk tier asks of whoever holds the snapshots (`shelf.Shelf`)."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """From what the present generation began; decided before `on_roster` comes to this tier."""
+        ...
 
     def fd(self, rank: int, buffer: int) -> int:
         """The descriptor of a buffer; stays the shelf's."""
         ...
 
     def hold(self, rank: int, buffer: int) -> None:
-        """Keep a buffer from being overwritten."""
+        """Keep a buffer from being overwritten, whatever becomes of its worker."""
         ...
 
     def release(self, rank: int, buffer: int) -> None:
-        """A buffer may be overwritten again."""
+        """A buffer may be overwritten again; its worker is told."""
         ...
 
-    def newest(self) -> Whole | None:
-        """The newest step that every rank holds whole; None where there is none."""
-        ...
-
-    @property
-    def at_step(self) -> int:
-        """The newest step that any rank has sealed; 0 where there is none."""
-        ...
-
-    @property
-    def began_from(self) -> int:
-        """The step from which the present generation began; 0 for the beginning."""
+    def sealed(self) -> Sequence[Sealed]:
+        """All snapshots that are whole now."""
         ...
 
 
@@ -142,6 +125,8 @@ class Disk:
         _close(fds)
         if kind == "published":
             self._hear(token, commit.Published(), message["bytes"])
+        elif kind == "refused" and token is None:
+            self._writers.done(rank)
         elif kind == "refused":
             self._hear(token, commit.Refused(rank, message["text"]))
         elif kind in ("pruned", "discarded"):
@@ -173,7 +158,8 @@ class Disk:
         """See `Companion.on_roster`."""
         self.on_stopped(self._lineage[1])
         self._lineage = (roster.epoch, roster.generation)
-        self._plan = intents.rewind(self._plan, self._shelf.began_from)
+        began = self._shelf.plan
+        self._plan = intents.rewind(self._plan, max(0, began.parent) if began else 0)
         self._running, self._final_tried = True, False
         self._next()
         return {m.rank: {"directory": self.directory, "interval": self._plan.interval} for m in roster.members}
@@ -252,7 +238,9 @@ class Disk:
         """Choose the next intent and tell the ranks, where a generation runs and no save is open."""
         if not self._running or self._save is not None or self._writers.given_up:
             return
-        self._plan, choice = intents.choose(intents.saw(self._plan, self._shelf.at_step))
+        self._plan, choice = intents.choose(
+            intents.saw(self._plan, max((s.step for s in self._shelf.sealed()), default=0))
+        )
         for step in choice.left_out:
             self._host.emit(TierEvent(tier=TIER, what="coalesced", step=step, text=choice.reason))
         save = self._open(choice.step, *self._lineage)
@@ -267,18 +255,18 @@ class Disk:
 
     def _save_last(self) -> None:
         """Save the newest step that memory holds whole, unless it is durable already."""
-        whole = self._shelf.newest()
-        if whole is None or whole.step in self._complete or self._writers.given_up:
+        whole = newest_common(self._host.world_size, self._shelf.sealed(), *self._lineage, self._shelf.plan)
+        if not whole or whole[0].step in self._complete or self._writers.given_up:
             return
-        token = self._open(whole.step, whole.epoch, whole.generation).token
-        for rank, buffer in whole.buffers.items():
-            self._shelf.hold(rank, buffer)
-            self._staged(rank, token, buffer)
+        token = self._open(whole[0].step, whole[0].epoch, whole[0].generation).token
+        for snapshot in whole:
+            self._staged(snapshot.rank, token, snapshot.buffer)
 
     def _staged(self, rank: int, token: str, buffer: int) -> None:
         if not self._is(token) or rank in self._buffers:
-            self._give_back(rank, token, buffer)  # it came after the save was void
+            self._shelf.release(rank, buffer)  # it came after the save was void
             return
+        self._shelf.hold(rank, buffer)
         self._buffers[rank] = buffer
         self._hear(token, commit.Staged(rank))
 
@@ -308,17 +296,13 @@ class Disk:
             case commit.Write(rank):
                 self._writers.write(rank, save.token, self._shelf.fd(rank, self._buffers[rank]), save.world_size)
             case commit.Release(rank):
-                self._give_back(rank, save.token, self._buffers.pop(rank))
+                self._shelf.release(rank, self._buffers.pop(rank))
             case commit.Merge(rank):
                 self._writers.merge(rank, save.token)
             case commit.Withdraw():
                 self._tell({"kind": "disk.void", "save": save.token})
             case commit.Discard():
                 self._writers.discard(save.token)
-
-    def _give_back(self, rank: int, token: str, buffer: int) -> None:
-        self._shelf.release(rank, buffer)
-        self._host.send(rank, {"kind": "disk.release", "save": token, "buffer": buffer})
 
     def _end(self, save: commit.Save, size: int) -> None:
         seconds = self._host.clock.now() - self._asked_s

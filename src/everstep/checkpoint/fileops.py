@@ -154,6 +154,12 @@ def put(files: FileOps, path: str, content: bytes) -> None:
         write_all(files, fd, content, path)
         sync(files, fd, path)
     finally:
+        close(files, fd, path)
+
+
+def close(files: FileOps, fd: int, path: str) -> None:
+    """Close; an error (a network file system tells of lost writes here) carries `path`."""
+    with naming(path):
         files.close(fd)
 
 

@@ -13,11 +13,10 @@ Send = Callable[[Mapping[str, Any]], None]
 
 
 class IntentClient:
-    """Fed by the waiter thread, asked by the main thread. `release` gives a buffer back to the snapshotter."""
+    """Fed by the waiter thread; the main thread asks `due` after each step, and says `staged` of what it took."""
 
-    def __init__(self, send: Send, release: Callable[[int], None], step: int = 0) -> None:
+    def __init__(self, send: Send, step: int = 0) -> None:
         self._send = send
-        self._release = release
         self._lock = threading.Lock()
         self._done = step
         self._intent: tuple[str, int] | None = None
@@ -33,8 +32,6 @@ class IntentClient:
                 with self._lock:
                     if self._intent is not None and self._intent[0] == message["save"]:
                         self._intent = None
-            case "disk.release":
-                self._release(message["buffer"])
             case "disk.problem":
                 with self._lock:
                     self._problems.append(message["text"])
@@ -74,6 +71,10 @@ class IntentClient:
             self._send({"kind": "disk.late", "save": save, "step": step})
         else:
             self._send({"kind": "disk.staged", "save": save, "buffer": buffer})
+
+    def damaged(self, step: int, text: str) -> None:
+        """A restore could not read the checkpoint of `step`: it is struck out for the next generation's plan."""
+        self._send({"kind": "disk.damaged", "step": step, "text": text})
 
     def rewound(self, step: int) -> None:
         """A generation begins after `step`; intents of the last one are void."""

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from everstep.checkpoint.core import names
 from everstep.checkpoint.core.items import TensorItem, tensors
-from everstep.checkpoint.core.layout import Layout
+from everstep.checkpoint.core.layout import Layout, Leaf
 from everstep.checkpoint.core.manifest import Entry, Manifest, checksum
 from everstep.checkpoint.publish import read_manifest
 from everstep.errors import CheckpointError, DamagedCheckpoint
@@ -34,6 +34,10 @@ class State:
     def step(self) -> int:
         """Last step done in this state."""
         return self.manifest.step
+
+    def bytes_of(self, leaf: Leaf) -> memoryview:
+        """Return the bytes of a leaf, verified: what a walk's `restore` asks for."""
+        return memoryview(self.read(leaf.path))
 
     def read(self, path: str) -> bytearray:
         """Return the bytes of the leaf with that path, verified; an alias gives its original's."""

@@ -16,7 +16,7 @@ from everstep.checkpoint.core import items, names
 from everstep.checkpoint.core.archive import ALIGNMENT, TensorArchive, value_archive
 from everstep.checkpoint.core.layout import Layout
 from everstep.checkpoint.core.manifest import Entry, FileFact, Fragment, checksum
-from everstep.checkpoint.fileops import Data, FileOps, put, sync, write_all
+from everstep.checkpoint.fileops import Data, FileOps, close, put, sync, write_all
 
 PIECE = 4 << 20
 """Bytes hashed and written at a time, so that the second reading finds them in the processor's cache."""
@@ -73,7 +73,7 @@ def write_shard(
         entries = list(_entries(shard, snapshot, tensors, payload))
         sync(files, shard.fd, shard.path)
     finally:
-        files.close(shard.fd)
+        close(files, shard.fd, shard.path)
     put(files, os.path.join(target.folder, names.layout(rank)), description)
     files.fsync_dir(target.folder)
     facts = {

@@ -38,6 +38,8 @@ from everstep.recovery.link import Link, LinkClosed
 
 NICENESS = 10
 """A write may take longer; a training step may not."""
+SEAL_DEADLINE_S = 30.0
+SEAL_POLL_S = 0.005
 
 _MENDS = {
     errno.ENOSPC: "free space there, or keep fewer checkpoints",
@@ -83,22 +85,27 @@ class Writer:
 
     def serve(self) -> None:
         """Answer until the line closes."""
+        while self.answer():
+            pass
+
+    def answer(self) -> bool:
+        """Take one order and answer it; False when the line has closed."""
         handlers = {"write": self._write, "fragment": self._fragment, "merge": self._merge,
                     "discard": self._discard, "prune": self._prune, "keep": self._keep}  # fmt: skip
-        while True:
-            try:
-                message, fds = self._link.receive()
-            except LinkClosed:
-                return
-            try:
-                handlers[message["kind"]](message, fds)
-            except LinkClosed:
-                return
-            except (OSError, EverstepError, ValueError) as error:
-                self._say({"kind": "refused", "save": message.get("save"), "text": told(error)})
-            finally:
-                for fd in fds:
-                    os.close(fd)
+        try:
+            message, fds = self._link.receive()
+        except LinkClosed:
+            return False
+        try:
+            handlers[message["kind"]](message, fds)
+        except LinkClosed:
+            return False
+        except (OSError, EverstepError, ValueError) as error:
+            self._say({"kind": "refused", "save": message.get("save"), "text": told(error)})
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
 
     def _say(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         self._link.send(message, fds)
@@ -127,7 +134,7 @@ class Writer:
             os.close(fd)
 
     def _write_from(self, buffer: memoryview, target: Target) -> Fragment:
-        header = _header(buffer, target, self._rank)
+        header = self._sealed(buffer, target)
         with buffer[header.meta_offset : header.meta_offset + header.meta_bytes] as meta:
             description = bytes(meta)
         start = header.payload_offset
@@ -137,6 +144,13 @@ class Writer:
         if _header(buffer, target, self._rank) != header:
             raise CheckpointError(f"the snapshot of step {target.step} was overwritten while it was being written")
         return fragment
+
+    def _sealed(self, buffer: memoryview, target: Target) -> segment.Header:
+        """Wait for the seal: a copy from a device may still be under way when its rank goes on."""
+        deadline = self._clock.now() + SEAL_DEADLINE_S
+        while isinstance(segment.parse(buffer), str) and self._clock.now() < deadline:
+            self._clock.sleep(SEAL_POLL_S)
+        return _header(buffer, target, self._rank)
 
     def _fragment(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
         size = os.fstat(fds[0]).st_size
