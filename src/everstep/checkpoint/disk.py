@@ -146,6 +146,8 @@ class Disk:
             self._hear(self._save.token, commit.WriterLost(rank, text))
         if self._save is not None and self._writers.given_up:
             self._hear(self._save.token, commit.Stopped(text))
+        if self._writers.given_up and text not in self._problems:
+            self._problems.append(text)
         self._host.recheck()
 
     def on_stopped(self, generation: int) -> None:
@@ -238,9 +240,8 @@ class Disk:
         """Choose the next intent and tell the ranks, where a generation runs and no save is open."""
         if not self._running or self._save is not None or self._writers.given_up:
             return
-        self._plan, choice = intents.choose(
-            intents.saw(self._plan, max((s.step for s in self._shelf.sealed()), default=0))
-        )
+        mine = [s.step for s in self._shelf.sealed() if (s.epoch, s.generation) == self._lineage]
+        self._plan, choice = intents.choose(intents.saw(self._plan, max(mine, default=0)))
         for step in choice.left_out:
             self._host.emit(TierEvent(tier=TIER, what="coalesced", step=step, text=choice.reason))
         save = self._open(choice.step, *self._lineage)

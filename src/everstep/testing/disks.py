@@ -19,6 +19,17 @@ from everstep.checkpoint.fileops import Data, FileOps, PosixFiles
 KINDS = ("mkdir", "create", "write", "fsync", "close", "fsync_dir", "rename", "exchange", "unlink", "rmdir", "listdir")
 
 
+class UnsyncedFiles(PosixFiles):
+    """The real file system without its waits: for tests that examine order and outcome, not durability."""
+
+    def fsync(self, fd: int) -> None:
+        """Nothing."""
+
+    def fsync_dir(self, path: str) -> None:
+        """Nothing, for a directory that is there."""
+        os.stat(path)
+
+
 @dataclass(frozen=True, slots=True)
 class Wound:
     """What goes wrong. `errno` 0: the process is killed instead, before the call, in its midst or after it."""
@@ -41,7 +52,7 @@ class HostileFiles:
     """
 
     wounds: Mapping[tuple[str, int], Wound] = field(default_factory=dict[tuple[str, int], Wound])
-    inner: FileOps = field(default_factory=PosixFiles)
+    inner: FileOps = field(default_factory=UnsyncedFiles)
     calls: Counter[str] = field(default_factory=Counter[str])
 
     def _wound(self, kind: str) -> Wound | None:
@@ -159,7 +170,7 @@ class PowerLoss:
 
     def __init__(self, root: str, inner: FileOps | None = None) -> None:
         self.root = os.path.abspath(root)
-        self.inner = inner or PosixFiles()
+        self.inner = inner or UnsyncedFiles()
         self.watch: Callable[[], None] = lambda: None
         """Called after every call: the instant at which power may be lost."""
         self._tree = _Folder()

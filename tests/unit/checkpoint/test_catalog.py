@@ -9,11 +9,11 @@ import pytest
 
 from everstep.checkpoint import catalog, commands
 from everstep.checkpoint.core import names
-from everstep.checkpoint.fileops import PosixFiles
 from everstep.checkpoint.load import open_checkpoint
 from everstep.checkpoint.publish import condemn, publish
 from everstep.checkpoint.shards import Target, write_shard
 from everstep.errors import CheckpointError, DamagedCheckpoint, UsageError
+from everstep.testing.disks import UnsyncedFiles
 from everstep.testing.states import rank_state
 
 WORLD = 2
@@ -24,8 +24,10 @@ def save(directory, step):
     folder = os.path.join(directory, str(names.Staging(step, 0, 0, "abcdef01", 1)))
     target = Target("s", step, 0, 0, WORLD, folder)
     states = [rank_state(rank, WORLD, step) for rank in range(WORLD)]
-    parts = [write_shard(PosixFiles(), target, s.layout, s.layout.to_json(), memoryview(s.payload), {}) for s in states]
-    publish(PosixFiles(), directory, folder, parts, lambda manifest: b"metadata")
+    parts = [
+        write_shard(UnsyncedFiles(), target, s.layout, s.layout.to_json(), memoryview(s.payload), {}) for s in states
+    ]
+    publish(UnsyncedFiles(), directory, folder, parts, lambda manifest: b"metadata")
 
 
 @pytest.fixture
@@ -111,13 +113,15 @@ def test_a_wound_is_also_met_while_reading(three, wound):
     """The reader checks on its own: what it hands on has matched, or it names the file."""
     WOUNDS[wound](three / "step-60" / SHARD)
     before = bytes(rank_state(1, WORLD, 60).payload)
+    read, told = None, ""
     try:
         with open_checkpoint(str(three / "step-60"), 1, WORLD) as state:
-            assert bytes(state.payload()) == before
+            read = bytes(state.payload())
     except DamagedCheckpoint as error:
-        assert "step-60/__" in str(error)
-    else:
-        assert wound not in ("cut to nothing", "zeros", "swapped", "of the step before", "deleted")
+        told = str(error)
+    assert read == before or "step-60/__" in told
+    if wound in ("cut to nothing", "zeros", "swapped", "of the step before", "deleted"):
+        assert told
 
 
 def test_a_bit_in_a_tensor_is_told_with_the_tensors_name(three):
@@ -156,7 +160,7 @@ def test_what_only_has_the_name_is_not_listed(three):
     (three / "step-95" / "model.safetensors").touch()
     (three / "100").mkdir()
     os.symlink("nowhere", three / "step-99")
-    condemn(PosixFiles(), str(three / "step-20"))
+    condemn(UnsyncedFiles(), str(three / "step-20"))
     assert [found.step for found in catalog.scan(str(three))] == [60, 40]
 
 

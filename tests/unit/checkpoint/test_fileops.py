@@ -7,12 +7,17 @@ import pytest
 
 from everstep.checkpoint.fileops import PosixFiles, put, write_all
 from everstep.errors import CheckpointError
-from everstep.testing.disks import KINDS, HostileFiles, PowerLoss, Wound
+from everstep.testing.disks import KINDS, HostileFiles, PowerLoss, UnsyncedFiles, Wound
 
 
-@pytest.fixture(params=["posix", "hostile", "power"])
+@pytest.fixture(params=["posix", "unsynced", "hostile", "power"])
 def files(request, tmp_path):
-    made = {"posix": PosixFiles, "hostile": HostileFiles, "power": lambda: PowerLoss(str(tmp_path))}
+    made = {
+        "posix": PosixFiles,
+        "unsynced": UnsyncedFiles,
+        "hostile": HostileFiles,
+        "power": lambda: PowerLoss(str(tmp_path)),
+    }
     return made[request.param]()
 
 
@@ -62,7 +67,7 @@ def test_a_directory_does_not_take_the_name_of_one_that_holds_something(files, t
     for path in (one, two):
         files.mkdir(path)
         put(files, path + "/x", path.encode())
-    with pytest.raises(OSError, match="not empty|exists"):
+    with pytest.raises(OSError, match=r"not empty|exists"):
         files.rename(one, two)
     files.exchange(one, two)
     assert (tmp_path / "two" / "x").read_bytes() == one.encode()

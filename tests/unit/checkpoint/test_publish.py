@@ -10,12 +10,11 @@ import pytest
 
 from everstep.checkpoint import catalog
 from everstep.checkpoint.core import names
-from everstep.checkpoint.fileops import PosixFiles
 from everstep.checkpoint.load import open_checkpoint
 from everstep.checkpoint.publish import condemn, publish, remove
 from everstep.checkpoint.shards import Target, write_shard
 from everstep.errors import CheckpointError
-from everstep.testing.disks import HostileFiles, PowerLoss, Wound
+from everstep.testing.disks import HostileFiles, PowerLoss, UnsyncedFiles, Wound
 from everstep.testing.states import rank_state
 
 WORLD = 2
@@ -60,7 +59,7 @@ def oracle(directory, last):
 
 
 def test_a_saved_state_is_read_back_bit_for_bit(tmp_path):
-    manifest = save(PosixFiles(), str(tmp_path), 20)
+    manifest = save(UnsyncedFiles(), str(tmp_path), 20)
     assert os.listdir(tmp_path) == ["step-20"]
     assert manifest.total_bytes == sum(os.stat(tmp_path / "step-20" / name).st_size for name in manifest.files)
     assert oracle(str(tmp_path), 20) == 20
@@ -68,7 +67,7 @@ def test_a_saved_state_is_read_back_bit_for_bit(tmp_path):
 
 
 def test_what_all_ranks_hold_is_written_once_and_aliases_cost_nothing(tmp_path):
-    manifest = save(PosixFiles(), str(tmp_path), 20)
+    manifest = save(UnsyncedFiles(), str(tmp_path), 20)
     places = {e.name: (e.file, e.data) for e in manifest.entries}
     assert places["model.tied"] == places["model.bias"]
     assert [e.name for e in manifest.entries].count("model.bias") == 1
@@ -98,21 +97,22 @@ def test_power_lost_after_any_call_leaves_a_whole_checkpoint_or_none(tmp_path, l
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_a_disk_that_fails_at_any_call_harms_nothing_that_was_there(tmp_path, code):
-    save(PosixFiles(), str(tmp_path), 20)
+    save(UnsyncedFiles(), str(tmp_path), 20)
     counted = HostileFiles()
     save(counted, str(tmp_path), 30)
     shutil.rmtree(tmp_path / "step-30")
     for position in range(1, counted.calls["any"] + 1):
-        files = HostileFiles({("any", position): Wound(code)})
+        files, named = HostileFiles({("any", position): Wound(code)}), True
         try:
             save(files, str(tmp_path), 40, attempt=position)
         except OSError as error:
-            assert error.filename, "an error without its file"
+            named = bool(error.filename)
             if os.path.exists(staging(str(tmp_path), 40, position)):
                 assert oracle(str(tmp_path), 20) == 20
-                remove(PosixFiles(), staging(str(tmp_path), 40, position))
+                remove(UnsyncedFiles(), staging(str(tmp_path), 40, position))
         else:
             assert oracle(str(tmp_path), 40) == 40
+        assert named, "an error without its file"
         if oracle(str(tmp_path), 20) == 40:
             shutil.rmtree(tmp_path / "step-40")
         assert os.listdir(tmp_path) == ["step-20"], position
@@ -120,14 +120,14 @@ def test_a_disk_that_fails_at_any_call_harms_nothing_that_was_there(tmp_path, co
 
 def test_a_merger_that_fails_anywhere_is_followed_by_one_that_does_it(tmp_path):
     for position in range(1, 20):
-        folder, fragments = write(PosixFiles(), str(tmp_path), 20, attempt=position)
+        folder, fragments = write(UnsyncedFiles(), str(tmp_path), 20, attempt=position)
         files = HostileFiles({("any", position): Wound(errno.EIO)})
         try:
             publish(files, str(tmp_path), folder, fragments, describe)
             done = True
         except OSError:
             done = False
-        again = publish(PosixFiles(), str(tmp_path), folder, fragments[::-1], describe)
+        again = publish(UnsyncedFiles(), str(tmp_path), folder, fragments[::-1], describe)
         check_state(str(tmp_path / "step-20"), 20)
         assert again.save == os.path.basename(folder)
         assert os.listdir(tmp_path) == ["step-20"]
@@ -138,15 +138,15 @@ def test_a_merger_that_fails_anywhere_is_followed_by_one_that_does_it(tmp_path):
 def test_two_mergers_write_the_same_bytes(tmp_path):
     read = []
     for order in (1, -1):
-        folder, fragments = write(PosixFiles(), str(tmp_path), 20)
-        publish(PosixFiles(), str(tmp_path), folder, fragments[::order], describe)
+        folder, fragments = write(UnsyncedFiles(), str(tmp_path), 20)
+        publish(UnsyncedFiles(), str(tmp_path), folder, fragments[::order], describe)
         read.append({name: (tmp_path / "step-20" / name).read_bytes() for name in os.listdir(tmp_path / "step-20")})
         shutil.rmtree(tmp_path / "step-20")
     assert read[0] == read[1]
 
 
 def test_an_older_attempt_of_the_same_step_is_replaced_at_once_and_removed(tmp_path):
-    save(PosixFiles(), str(tmp_path), 20, attempt=1)
+    save(UnsyncedFiles(), str(tmp_path), 20, attempt=1)
     (tmp_path / "step-20" / "__0_0.distcp").write_bytes(b"damaged")
     files = HostileFiles()
     manifest = save(files, str(tmp_path), 20, attempt=2)
@@ -159,35 +159,35 @@ def test_an_older_attempt_of_the_same_step_is_replaced_at_once_and_removed(tmp_p
 def test_a_directory_of_somebody_else_with_that_name_is_left_alone(tmp_path):
     (tmp_path / "step-20").mkdir()
     (tmp_path / "step-20" / "model.safetensors").write_bytes(b"mine")
-    with pytest.raises(CheckpointError, match="no checkpoint of Everstep's.*move it away"):
-        save(PosixFiles(), str(tmp_path), 20)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of Everstep's.*move it away"):
+        save(UnsyncedFiles(), str(tmp_path), 20)
     assert os.listdir(tmp_path / "step-20") == ["model.safetensors"]
 
 
 def test_a_save_whose_directory_was_removed_by_hand_says_so(tmp_path):
-    folder, fragments = write(PosixFiles(), str(tmp_path), 20)
+    folder, fragments = write(UnsyncedFiles(), str(tmp_path), 20)
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match="somebody removed it"):
-        publish(PosixFiles(), str(tmp_path), folder, fragments, describe)
+        publish(UnsyncedFiles(), str(tmp_path), folder, fragments, describe)
 
 
 def test_a_condemned_checkpoint_is_none_but_keeps_its_data_for_readers(tmp_path):
-    save(PosixFiles(), str(tmp_path), 20)
+    save(UnsyncedFiles(), str(tmp_path), 20)
     with open_checkpoint(str(tmp_path / "step-20"), 0, WORLD) as reader:
         reader.read("model/weight")
-        condemn(PosixFiles(), str(tmp_path / "step-20"))
-        condemn(PosixFiles(), str(tmp_path / "step-20"))
+        condemn(UnsyncedFiles(), str(tmp_path / "step-20"))
+        condemn(UnsyncedFiles(), str(tmp_path / "step-20"))
         assert catalog.scan(str(tmp_path)) == []
         assert not (tmp_path / "step-20" / ".metadata").exists()
         assert bytes(reader.payload()) == rank_state(0, WORLD, 20).payload
-    assert remove(PosixFiles(), str(tmp_path / "step-20")) == []
+    assert remove(UnsyncedFiles(), str(tmp_path / "step-20")) == []
     assert os.listdir(tmp_path) == []
 
 
 def test_removing_takes_what_is_ours_and_leaves_the_rest_where_it_is(tmp_path):
-    save(PosixFiles(), str(tmp_path), 20)
+    save(UnsyncedFiles(), str(tmp_path), 20)
     (tmp_path / "step-20" / "notes.txt").write_text("mine")
-    assert remove(PosixFiles(), str(tmp_path / "step-20")) == ["notes.txt"]
+    assert remove(UnsyncedFiles(), str(tmp_path / "step-20")) == ["notes.txt"]
     assert sorted(os.listdir(tmp_path / "step-20")) == ["manifest.condemned.json", "notes.txt"]
 
 
@@ -195,7 +195,7 @@ def test_the_order_of_calls_is_the_mechanism(tmp_path):
     """CS-29: data, names, publication, its name; then, and only then, what is older goes."""
     order = []
 
-    class Told(PosixFiles):
+    class Told(UnsyncedFiles):
         def fsync(self, fd):
             order.append("fsync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
             super().fsync(fd)

@@ -1,4 +1,4 @@
-"""The merge of fragments: exactly when whole, to the same bytes, never of two lineages; and the manifest's own guard."""
+"""The merge of fragments: exactly when whole, to the same bytes, never of two lineages."""
 
 import json
 import random

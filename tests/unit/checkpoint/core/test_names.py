@@ -16,8 +16,8 @@ def test_names_are_read_back():
 
 @pytest.mark.parametrize(
     "name",
-    ["step-", "step-01", "step-1 ", "step-1\n", "xstep-1", "step-1.tmp", "step--1", "step-1.0.0.tmp", "checkpoint-5", "7",
-     "step-1.0.0.9F3A77C1-7.tmp", "step-1.0.0.9f3a77c1-7.tmp.aside", "step-1.0.0.9f3a77c1.tmp", ".everstep-x.job"],
+    ["step-", "step-01", "step-1 ", "step-1\n", "xstep-1", "step-1.tmp", "step--1", "step-1.0.0.tmp", "checkpoint-5",
+     "7", "step-1.0.0.9F3A77C1-7.tmp", "step-1.0.0.9f3a77c1-7.tmp.aside", "step-1.0.0.9f3a77c1.tmp", ".everstep-x.job"],
 )  # fmt: skip
 def test_what_others_call_their_files_is_not_ours(name):
     assert names.step_of(name) is None

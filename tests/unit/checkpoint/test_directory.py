@@ -1,0 +1,134 @@
+"""A job's claim: the directory is tried before the first step, dead jobs' leftovers go, everything else stays."""
+
+import errno
+import os
+
+import pytest
+
+from everstep.checkpoint.core import names
+from everstep.checkpoint.directory import Claim
+from everstep.errors import ConfigurationError
+from everstep.testing.disks import HostileFiles, UnsyncedFiles, Wound
+
+DEAD = "0123abcd"
+
+
+@pytest.fixture
+def claim(tmp_path):
+    made = []
+
+    def make(files=None, directory=tmp_path / "ckpt"):
+        made.append(Claim(str(directory), files or UnsyncedFiles()))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def leftover(tmp_path, job, step=20):
+    path = tmp_path / "ckpt" / str(names.Staging(step, 0, 0, job, 1))
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_bytes(b"half")
+    return path
+
+
+def test_a_fit_directory_is_made_and_nothing_but_the_owner_file_is_in_it(claim, tmp_path):
+    mine = claim(directory=tmp_path / "a" / "b")
+    assert mine.take("run") == []
+    assert os.listdir(tmp_path / "a" / "b") == [names.owner(mine.job)]
+    mine.close()
+    mine.close()
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+def test_a_path_through_a_file_is_refused_with_the_mend(claim, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"cannot be made: Not a directory\. Give --checkpoint-dir"):
+        claim(directory=tmp_path / "file" / "ckpt").take("run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "doing"),
+    [("create", "be written to"), ("write", "be written to"), ("fsync", "be written to"), ("rename", "rename a file"),
+     ("fsync_dir", "sync its names"), ("listdir", "list what")],
+)  # fmt: skip
+def test_what_the_file_system_cannot_do_is_named(claim, kind, doing):
+    with pytest.raises(ConfigurationError, match=doing) as caught:
+        claim(HostileFiles({(kind, 1): Wound(errno.EROFS)})).take("run")
+    assert "Read-only" in str(caught.value)
+    assert caught.value.exit_code == 78
+
+
+def test_a_listing_that_hides_what_was_written_is_refused(claim):
+    class Blind(UnsyncedFiles):
+        def listdir(self, path):
+            return []
+
+    with pytest.raises(ConfigurationError, match="list what was just written"):
+        claim(Blind()).take("run")
+
+
+def test_leftovers_of_dead_writers_go_and_it_is_said(claim, tmp_path):
+    left = leftover(tmp_path, DEAD)
+    (tmp_path / "ckpt" / names.owner(DEAD)).write_text("{}")
+    (tmp_path / "ckpt" / f".everstep-probe-{DEAD}").touch()
+    condemned = tmp_path / "ckpt" / "step-10"
+    condemned.mkdir()
+    (condemned / names.CONDEMNED).touch()
+    (condemned / "__0_0.distcp").touch()
+    mine = claim()
+    told = mine.take("run")
+    assert os.listdir(tmp_path / "ckpt") == [names.owner(mine.job)]
+    assert sorted(told) == sorted(f"removed {p}, left over by a writer that is gone" for p in (left, condemned))
+
+
+def test_a_living_jobs_files_stay_and_it_is_said(claim, tmp_path):
+    living = claim()
+    living.take("the other run")
+    left = leftover(tmp_path, living.job)
+    condemned = tmp_path / "ckpt" / "step-10"
+    condemned.mkdir()
+    (condemned / names.CONDEMNED).touch()
+    told = claim().take("run")
+    assert left.exists()
+    assert condemned.exists()
+    assert [text for text in told if "in use by the run the other run" in text]
+    living.close()
+    assert [text for text in claim().take("run") if str(left) in text]
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["step-20.tmp", "step-20.0.0.tmp", "notes", "step-20.0.0.0123abcd-1.tmp.aside", "checkpoint-20", ".hidden"]
+)
+def test_foreign_files_stay(claim, tmp_path, name):
+    path = tmp_path / "ckpt" / name
+    path.mkdir(parents=True)
+    (path / "x").touch()
+    claim().take("run")
+    assert (path / "x").exists()
+
+
+def test_a_leftover_that_holds_something_foreign_stays_with_it(claim, tmp_path):
+    left = leftover(tmp_path, DEAD)
+    (left / "notes.txt").write_text("mine")
+    told = claim().take("run")
+    assert (left / "notes.txt").exists()
+    assert "notes.txt, which is not ours" in told[0]
+
+
+def test_a_link_with_a_name_of_ours_is_not_followed(claim, tmp_path):
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    (target / "__0_0.distcp").touch()
+    (tmp_path / "ckpt").mkdir()
+    os.symlink(target, tmp_path / "ckpt" / str(names.Staging(1, 0, 0, DEAD, 1)))
+    claim().take("run")
+    assert (target / "__0_0.distcp").exists()
+
+
+def test_a_leftover_that_cannot_be_removed_is_told_and_does_not_stop_the_job(claim, tmp_path):
+    leftover(tmp_path, DEAD)
+    files = HostileFiles({("rmdir", 1): Wound(errno.EBUSY)})
+    assert "could not be removed" in claim(files).take("run")[0]
