@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,12 @@ class HostProcess:
     def signal(self, number):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
+        while number == signal.SIGSTOP and not self._stopped():
+            time.sleep(0.002)  # each thread stops when it next runs
+
+    def _stopped(self):
+        stats = [path.read_text() for path in Path(f"/proc/{self.pid}/task").glob("*/stat")]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def ends(self, within_s=10):
         return bool(select.select([self.pidfd], [], [], within_s)[0])

@@ -4,9 +4,9 @@ torch is imported once; for each order a child is forked (no tensor operation an
 {"address", "port", "namespace"} with the descriptor of the host's own line; the answer is {"pid"}.
 """
 
+import contextlib
 import ctypes
 import os
-import signal
 import sys
 
 from everstep.recovery.link import Link, LinkClosed
@@ -14,16 +14,17 @@ from everstep.store.host import main
 
 if __name__ == "__main__":
     orders = Link.from_fd(int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are reaped at once
     while True:
         try:
             order, fds = orders.receive()
         except LinkClosed:
             break
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         pid = os.fork()
         if pid == 0:
             orders.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if order["namespace"]:
                 where = os.open(f"/run/netns/{order['namespace']}", os.O_RDONLY)
                 assert ctypes.CDLL(None, use_errno=True).setns(where, 0) == 0

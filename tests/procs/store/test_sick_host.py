@@ -43,6 +43,20 @@ def opened():
         store.close()
 
 
+@pytest.fixture
+def raw():
+    """Open torch's own client, without a guard."""
+    connections = []
+
+    def make(host):
+        connections.append(Connection.open(host.address, host.port))
+        return connections[-1]
+
+    yield make
+    for connection in connections:
+        connection.close()
+
+
 def ends_at_its_deadline(do, limit_s=LIMIT_S, match="frozen"):
     start = time.monotonic()
     with pytest.raises(StoreTimeout, match=match):
@@ -54,7 +68,6 @@ def test_a_frozen_host(start, opened):
     """E1: every call, and a new client, end at their deadline; another connection after the thaw is well."""
     host = start()
     stores = {name: opened(host) for name in CALLS}
-    raw = Connection.open(host.address, host.port)
     stores["get"].set("a", b"1")
     host.signal(signal.SIGSTOP)
     for name, call in CALLS.items():
@@ -64,21 +77,19 @@ def test_a_frozen_host(start, opened):
     ends_at_its_deadline(lambda: opened(host, open_s=LIMIT_S))
     ends_at_its_deadline(lambda: _construct(host.address, host.port, LIMIT_S), match="took no client")
     host.signal(signal.SIGCONT)
-    raw.close()
     assert opened(host).create("after", b"thaw") == b"thaw"
 
 
-def test_a_call_that_holds_the_interpreter_lock_is_ended_by_the_kernel(start):
+def test_a_call_that_holds_the_interpreter_lock_is_ended_by_the_kernel(start, raw):
     """torch's list_keys lets no other thread of the process run while it waits."""
     host = start()
-    connection = Connection.open(host.address, host.port)
+    connection = raw(host)
     connection.client.set("a", "1")
     host.signal(signal.SIGSTOP)
     began = time.monotonic()
     with connection.receive_limit(LIMIT_S), pytest.raises(RuntimeError):
         connection.client.list_keys()
     assert time.monotonic() - began < LIMIT_S + SLACK_S
-    connection.close()
 
 
 def test_a_frozen_host_does_not_hold_calls_that_are_severed(start, opened):
@@ -110,16 +121,15 @@ def test_a_dead_host_is_reported_by_the_first_call(start, opened, name):
         opened(host)
 
 
-def test_what_the_rules_are_against(start):
+def test_what_the_rules_are_against(start, raw):
     """E2, raw: the first `set` to a dead host returns without an error. If this fails, torch has got better."""
     host = start()
-    connection = Connection.open(host.address, host.port)
+    connection = raw(host)
     connection.client.set("a", "1")
     host.kill()
     connection.client.set("a", "2")
     with pytest.raises(RuntimeError):
         connection.client.check(["a"])
-    connection.close()
 
 
 def test_a_value_that_the_host_drops_is_refused_before_it_is_sent(start, opened):
