@@ -246,7 +246,8 @@ class SimulatedRun:
         """A spare takes the rank; where none is left, a new process is started and waited for."""
         if self._standby:
             self._pids[rank], self._why[rank] = self._standby.pop(0), "spare"
-            pid, slot = self._fresh_pid(), self.ranks + self.spares
+            pid = self._fresh_pid()
+            slot = pid - FIRST_WORKER
             self._standby.append(pid)
             self._started(f"spare-{slot}", pid, self._now + self.startup_s / 10, slot)
             return

@@ -67,6 +67,8 @@ def figures(story: Story, lanes: Sequence[Lane], floor: Sequence[int | None], tw
     infra = sum(p.end - p.start for lane in lanes for p in lane.intervals if p.category in INFRA and p.start >= harm)
     blocked = sum(p.end - p.start for lane in lanes for p in lane.intervals if p.category in BLOCKED)
     goodput, notes = _goodput(steps, step_s, wall_s)
+    if step_s is None:
+        notes = (*notes, "no step was recorded: a script without run.steps() shows as start-up, and has no goodput")
     return Figures(
         wall_s=wall_s, steps=steps, executions=max((len(lane.done) for lane in lanes), default=0),
         step_s=step_s, step_source=source, training_goodput=goodput,
@@ -103,7 +105,7 @@ def _fault_free(story: Story, lanes: Sequence[Lane], twin_step_s: float | None) 
         return median(chosen), f"median of this run's steps outside the first {WARM_UP_STEPS} of each generation"
     if samples:
         return median(d.seconds for d in samples), "median of all of this run's steps; no generation has more than 3"
-    return None, "no step was done"
+    return None, "no step was recorded"
 
 
 def _settled(lane: Lane) -> list[Done]:

@@ -178,8 +178,8 @@ def _first_records_of_lives(story: Story) -> list[Moment]:
 def _session(index: int, start: int, record: Record, inside: list[Moment], until: int | None) -> Session:
     assert isinstance(record.event, RunStarted)
     ends = [(at, r.event) for at, r in inside if isinstance(r.event, RunEnded)]
-    last_of_agents = max(at for at, r in inside if r.stamp.role == "agent")
-    if ends and ends[-1][0] >= last_of_agents:
+    goes_on = max((at for at, r in inside if isinstance(r.event, GenerationStarted | FaultNoticed)), default=start)
+    if ends and ends[-1][0] >= goes_on:  # an end written at each restart is none
         at, closed = ends[-1]
         return Session(index, start, at, record.event, closed, record.stamp.wall_s)
     end = max([at for at, _ in inside] + ([until] if until is not None else []))

@@ -31,7 +31,7 @@ def test_a_twin_lends_its_median():
 
 def test_few_steps_are_all_taken_and_that_is_said():
     assert "all of this run's steps" in account(SimulatedRun(steps=2).run()).figures.step_source
-    assert account(SimulatedRun(steps=10).run()[:5]).figures.step_source == "no step was done"
+    assert account(SimulatedRun(steps=10).run()[:5]).figures.step_source == "no step was recorded"
 
 
 def test_a_goodput_above_one_is_shown_as_one_with_a_note():
