@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None, clock: Clock = SYSTEM, console: Cons
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the demo's own flags."""
-    root = Path(__file__).parents[3]
+    root = _near(Path(__file__).parents[3])
     flags = argparse.ArgumentParser(prog="everstep.experiments.demo", description="Train through faults, and prove it.")
     flags.add_argument("--script", type=Path, default=root / "examples" / "train_llama.py")
     flags.add_argument("--out", type=Path, default=root / ".demo", help="folder for records, run folders, the report")
@@ -87,6 +87,12 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--types", default="exception,hang,sigkill")
     flags.add_argument("--limit", type=float, default=BUDGET_S, help="seconds after which a run is ended")
     return flags
+
+
+def _near(path: Path) -> Path:
+    """Return a path as a person would type it from here; it stands in the report's head."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _demo(args: argparse.Namespace, clock: Clock, out: Console) -> int:
@@ -116,7 +122,7 @@ def _folder(args: argparse.Namespace) -> Path:
             f"{args.script} does not exist; the demo runs from a clone of the repository, or name --script."
         )
     stamp = datetime.fromtimestamp(SYSTEM.wall(), UTC).strftime("%Y%m%d-%H%M%S")
-    folder: Path = args.out.resolve() / stamp
+    folder: Path = args.out / stamp
     folder.mkdir(parents=True)
     return folder
 
@@ -235,7 +241,7 @@ def _report(out: Console, twin: Ran, run: Ran) -> Ledger | None:
     except EverstepError as error:
         out.print(f"[red]no report:[/] {error}", highlight=False)
         return None
-    out.print(f"report: {page}", highlight=False, soft_wrap=True)
+    out.print(f"report: {page.resolve()}", highlight=False, soft_wrap=True)
     return ledger
 
 
