@@ -9,7 +9,7 @@ import torch
 
 from everstep.checkpoint.core.layout import Layout, Leaf
 from everstep.checkpoint.core.segment import Header, parse
-from everstep.checkpoint.staging import Pair, page_lock, page_unlock
+from everstep.checkpoint.staging import Group, Pair, grouped, page_lock, page_unlock
 from everstep.checkpoint.tensors import Part, view
 
 
@@ -24,7 +24,7 @@ class Buffer:
         self.bytes = memoryview(self._map)
         self.raw = torch.frombuffer(self._map, dtype=torch.uint8)
         self._locked = False
-        self._pairs: tuple[tuple[Part, ...], list[Pair], list[Pair]] | None = None
+        self._groups: tuple[tuple[Part, ...], list[Group], list[Group]] | None = None
 
     def header(self) -> Header | str:
         """Return what the buffer says of itself, or why it says nothing."""
@@ -39,15 +39,13 @@ class Buffer:
         start = header.payload_offset + leaf.offset
         return self.bytes[start : start + leaf.nbytes]
 
-    def pairs(self, payload_at: int, stable: Sequence[Part], changing: Iterable[Part]) -> tuple[list[Pair], list[Pair]]:
+    def groups(
+        self, payload_at: int, stable: Sequence[Part], changing: Iterable[Part]
+    ) -> tuple[list[Group], list[Group]]:
         """Return what is to be copied where: (early, late). Views for the stable parts are made once."""
-        known = self._pairs
-        if (
-            known is None
-            or len(known[0]) != len(stable)
-            or any(a is not b for a, b in zip(known[0], stable, strict=True))
-        ):
-            known = self._pairs = (tuple(stable), *self._make(payload_at, stable))
+        known = self._groups
+        if known is None or [id(part) for part in known[0]] != [id(part) for part in stable]:
+            known = self._groups = (tuple(stable), *self._make(payload_at, stable))
         early, late = self._make(payload_at, changing)
         return [*known[1], *early], [*known[2], *late]
 
@@ -64,9 +62,9 @@ class Buffer:
 
     def forget(self) -> None:
         """Drop views and sources: the model that they belong to is going away."""
-        self._pairs = None
+        self._groups = None
 
-    def _make(self, payload_at: int, parts: Iterable[Part]) -> tuple[list[Pair], list[Pair]]:
+    def _make(self, payload_at: int, parts: Iterable[Part]) -> tuple[list[Group], list[Group]]:
         early, late = list[Pair](), list[Pair]()
         for part in parts:
             leaves = (leaf for leaf in part.section.leaves if leaf.alias_of is None)
@@ -75,7 +73,7 @@ class Buffer:
                     start = payload_at + leaf.offset
                     pair = (view(self.raw[start : start + leaf.nbytes], leaf), source)
                     (late if n in part.late else early).append(pair)
-        return early, late
+        return grouped(early), grouped(late)
 
 
 class BufferSet:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.random as global_random  # loaded lazily otherwise: by the first snapshot of every forked worker
 import torch
 
 from everstep.checkpoint.core.layout import Section
@@ -23,7 +24,7 @@ class Generators:
     def part(self) -> Part:
         """Return their states, each rank its own."""
         version, words, gauss = random.getstate()
-        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        kind, keys, position, has_gauss, cached = global_random.get_state(legacy=True)
         state: dict[str, Any] = {
             "python": [version, np.array(words, np.uint32), gauss],
             "numpy": [kind, keys, int(position), int(has_gauss), float(cached)],
@@ -39,7 +40,7 @@ class Generators:
         state = value_of(section.tree, section.leaves, payload)
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words.tolist()), gauss))
-        np.random.set_state(tuple(state["numpy"]))
+        global_random.set_state(tuple(state["numpy"]))
         torch.set_rng_state(state["torch"])
         for device, saved in state.get("cuda", {}).items():
             torch.cuda.set_rng_state(saved, device)

@@ -152,7 +152,7 @@ class Snapshotter:
         walk = self._walk()
         layout, parts = walk.collect()
         meta = walk.encode(layout)
-        size = needed_bytes(layout.payload_bytes, len(meta))
+        size = needed_bytes(walk.payload_bytes, len(meta))
         self._finish_pending()
         if size > self._current().size:
             self._attach(int(size * GROWTH))
@@ -160,9 +160,9 @@ class Snapshotter:
         self._sequence += 1
         buffer.sequence = self._sequence
         unseal(buffer.bytes)
-        early, late = buffer.pairs(HEADER_BYTES, parts[: walk.stable], parts[walk.stable :])
+        early, late = buffer.groups(HEADER_BYTES, parts[: walk.stable], parts[walk.stable :])
         under_way = self._stager.stage(early, late)
-        write(buffer.bytes, self._header(step, layout, meta), meta)
+        write(buffer.bytes, self._header(step, walk.payload_bytes, len(meta)), meta)
         if under_way is None:
             seal(buffer.bytes, self._sequence)
         else:
@@ -269,10 +269,10 @@ class Snapshotter:
             "the next generation begins from another copy."
         )
 
-    def _header(self, step: int, layout: Layout, meta: bytes) -> Header:
+    def _header(self, step: int, payload_bytes: int, meta_bytes: int) -> Header:
         epoch, generation, parent = self.instructions["lineage"]
         return Header(
-            self._sequence, step, epoch, generation, parent, self.rank, self.world_size, layout.payload_bytes, len(meta)
+            self._sequence, step, epoch, generation, parent, self.rank, self.world_size, payload_bytes, meta_bytes
         )
 
     def _next(self, hold: bool) -> tuple[Buffer, bool]:

@@ -9,6 +9,7 @@ optimizer state may be copied beside the next forward and backward, and the opti
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,30 @@ from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
 """Destination and source, of one shape and dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Pairs of one dtype on one kind of device: one fused call."""
+
+    device: str
+    targets: list[Tensor]
+    sources: list[Tensor]
+
+    def copy(self, *, non_blocking: bool = False) -> None:
+        """Copy them."""
+        torch._foreach_copy_(self.targets, self.sources, non_blocking=non_blocking)  # pyright: ignore[reportPrivateUsage]
+
+
+def grouped(pairs: Iterable[Pair]) -> list[Group]:
+    """Sort pairs into groups."""
+    groups: dict[tuple[torch.dtype, str], Group] = {}
+    for to, source in pairs:
+        kind = source.dtype, source.device.type
+        group = groups.setdefault(kind, Group(kind[1], [], []))
+        group.targets.append(to)
+        group.sources.append(source)
+    return list(groups.values())
 
 
 class Copy(Protocol):
@@ -31,9 +56,9 @@ class Copy(Protocol):
 
 
 class Stager(Protocol):
-    """Copies pairs. Called on the training thread, once a step."""
+    """Copies groups. Called on the training thread, once a step."""
 
-    def stage(self, early: Sequence[Pair], late: Sequence[Pair]) -> Copy | None:
+    def stage(self, early: Sequence[Group], late: Sequence[Group]) -> Copy | None:
         """Copy; None when all is done already. `late` sources are changed by an optimizer's step alone."""
         ...
 
@@ -42,23 +67,13 @@ class Stager(Protocol):
         ...
 
 
-def copy(pairs: Iterable[Pair], *, non_blocking: bool = False) -> None:
-    """Copy with one fused call for each dtype and kind of device."""
-    groups: dict[tuple[torch.dtype, str], tuple[list[Tensor], list[Tensor]]] = {}
-    for to, source in pairs:
-        group = groups.setdefault((source.dtype, source.device.type), ([], []))
-        group[0].append(to)
-        group[1].append(source)
-    for targets, sources in groups.values():
-        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)  # pyright: ignore[reportPrivateUsage]
-
-
 class HostStager:
     """For state in host memory."""
 
-    def stage(self, early: Sequence[Pair], late: Sequence[Pair]) -> Copy | None:
+    def stage(self, early: Sequence[Group], late: Sequence[Group]) -> Copy | None:
         """See `Stager.stage`."""
-        copy([*early, *late])
+        for group in (*early, *late):
+            group.copy()
         return None
 
     def close(self) -> None:
@@ -89,21 +104,24 @@ class DeviceStager:
         self._last: DeviceCopy | None = None
         self._hooks = [optimizer.register_step_pre_hook(self._gate) for optimizer in optimizers]
 
-    def stage(self, early: Sequence[Pair], late: Sequence[Pair]) -> Copy | None:
+    def stage(self, early: Sequence[Group], late: Sequence[Group]) -> Copy | None:
         """See `Stager.stage`. Host tensors are copied before it returns."""
-        host = [pair for pair in (*early, *late) if pair[1].device.type == "cpu"]
-        copy(host)
-        now, then = [[pair for pair in pairs if pair[1].device.type != "cpu"] for pairs in (early, late)]
+        for group in (*early, *late):
+            if group.device == "cpu":
+                group.copy()
+        now, then = [[group for group in groups if group.device != "cpu"] for groups in (early, late)]
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             soon, done = torch.cuda.Event(), torch.cuda.Event()
-            copy(now, non_blocking=True)
+            for group in now:
+                group.copy(non_blocking=True)
             soon.record()
-            copy(then, non_blocking=True)
+            for group in then:
+                group.copy(non_blocking=True)
             done.record()
         current.wait_event(soon)
-        self._last = DeviceCopy(done, [source for _, source in (*now, *then)])
+        self._last = DeviceCopy(done, [source for group in (*now, *then) for source in group.sources])
         return self._last
 
     def close(self) -> None:

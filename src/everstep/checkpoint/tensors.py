@@ -139,9 +139,14 @@ class Collector:
         return None if first == path else first
 
 
+def _names(values: list[Any]) -> bool:
+    """A list of strings alone (an optimizer's parameters, hundreds of them at every step) is a tree as it is."""
+    return all(type(value) is str for value in values)
+
+
 Child = Callable[[Any, Any], Node]
 _CONTAINERS: dict[type, Callable[[Any, Child], Node]] = {
-    list: lambda v, child: [child(n, x) for n, x in enumerate(v)],
+    list: lambda v, child: v if _names(v) else [child(n, x) for n, x in enumerate(v)],
     tuple: lambda v, child: tuple(child(n, x) for n, x in enumerate(v)),
     dict: lambda v, child: {k: child(k, x) for k, x in v.items()},
     OrderedDict: lambda v, child: OrderedDict((k, child(k, x)) for k, x in v.items()),

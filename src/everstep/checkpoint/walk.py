@@ -123,6 +123,7 @@ class StateWalk:
         self._sources = _sources(state, world_size)
         self.optimizers = [thing for thing in state.values() if isinstance(thing, torch.optim.Optimizer)]
         self._encoder = Encoder()
+        self.payload_bytes = 0  # of what was last collected
         self.stable = 0  # of the parts last collected, so many first ones are kept between walks
         self._placed: list[tuple[Part, int, Part, int]] = []
 
@@ -135,6 +136,7 @@ class StateWalk:
         for part in [*changing, self._generators.part()]:
             placed, end = part.placed(end)
             parts.append(placed)
+        self.payload_bytes = end
         return Layout(self.rank, self.world_size, tuple(p.section for p in parts)), parts
 
     def on_device(self) -> bool:
@@ -150,7 +152,7 @@ class StateWalk:
         layout, _ = self.collect()
         future = [source.future_bytes() for source in self._sources]
         leaves = sum(1 for _ in layout.leaves()) + sum(count for _, count in future)
-        payload = align(layout.payload_bytes) + sum(size for size, _ in future)
+        payload = align(self.payload_bytes) + sum(size for size, _ in future)
         return buffer_bytes(payload, leaves, HEADER_BYTES)
 
     def restore(self, layout: Layout, payload: Payload) -> int:

@@ -386,8 +386,8 @@ class SlowStager:
 
     def stage(self, early, late):
         def do() -> None:
-            for to, source in [*early, *late]:
-                to.copy_(source)
+            for group in [*early, *late]:
+                group.copy()
 
         self.copies.append(SlowCopy(do))
         return self.copies[-1]

@@ -442,3 +442,19 @@ def test_what_only_the_optimizer_writes_may_be_copied_late():
     assert len(optimizer.late) == len(optimizer.sources)
     state["model"].emb.weight.register_post_accumulate_grad_hook(lambda _: None)
     assert not any(part.late for part in StateWalk(state).collect()[1])
+
+
+def test_a_state_dict_that_hands_out_its_own_mutable_insides_is_read_anew(keep):
+    class Careless(Box):
+        def state_dict(self):
+            return self.value
+
+    careless = Careless({"names": ["a"], "raw": bytearray(b"1"), "seen": {1}})
+    walk = StateWalk({"careless": careless})
+    first = walk.encode(walk.collect()[0])
+    careless.value["names"].append("b")
+    second = walk.encode(walk.collect()[0])
+    careless.value["raw"][0] = 50
+    third = walk.encode(walk.collect()[0])
+    careless.value["seen"].add(2)
+    assert len({first, second, third, walk.encode(walk.collect()[0])}) == 4

@@ -153,10 +153,10 @@ class Layout:
 
 
 class Encoder:
-    """Writes layouts as JSON and keeps the text of leaves and trees that come again as the same object."""
+    """Writes layouts as JSON and keeps the text of sections that come again as the same object."""
 
     def __init__(self) -> None:
-        self._texts: dict[tuple[str, str], tuple[object, str]] = {}
+        self._texts: dict[str, tuple[Section, str]] = {}
 
     def encode(self, layout: Layout) -> bytes:
         """Return the JSON form of `layout`. Raises TypeError naming the key of a value that has none."""
@@ -166,17 +166,17 @@ class Encoder:
         ).encode()
 
     def _section(self, section: Section) -> str:
-        leaves = self._kept(section.name, "leaves", section.leaves, lambda: [e.to_json() for e in section.leaves])
-        tree = self._kept(section.name, "tree", section.tree, lambda: encode(section.tree, section.name))
-        own = str(section.per_rank).lower()
-        return f'{{"name":{json.dumps(section.name)},"per_rank":{own},"leaves":{leaves},"tree":{tree}}}'
-
-    def _kept(self, name: str, part: str, value: object, make: Callable[[], Any]) -> str:
-        known = self._texts.get((name, part))
-        if known is not None and known[0] is value:
+        known = self._texts.get(section.name)
+        if known is not None and known[0] is section:
             return known[1]
-        text = json.dumps(make(), separators=(",", ":"), allow_nan=False)
-        self._texts[name, part] = (value, text)
+        body = {
+            "name": section.name,
+            "per_rank": section.per_rank,
+            "leaves": [leaf.to_json() for leaf in section.leaves],
+            "tree": encode(section.tree, section.name),
+        }
+        text = json.dumps(body, separators=(",", ":"), allow_nan=False)
+        self._texts[section.name] = (section, text)
         return text
 
 
@@ -260,7 +260,7 @@ _ENCODERS: dict[type, Callable[[Any, str, int], Any]] = {
     complex: lambda v, p, d: _tagged("complex", [_float(v.real), _float(v.imag)]),
     bytes: lambda v, p, d: _tagged("bytes", base64.b64encode(v).decode()),
     bytearray: lambda v, p, d: _tagged("bytearray", base64.b64encode(v).decode()),
-    list: lambda v, p, d: _seq(v, p, d),
+    list: lambda v, p, d: v if all(type(x) is str for x in v) else _seq(v, p, d),
     tuple: lambda v, p, d: _tagged("tuple", _seq(v, p, d)),
     dict: _dict,
     OrderedDict: lambda v, p, d: _tagged("OrderedDict", _pairs(v, p, d)),
