@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.core.layout import Leaf, Ref, Section
-from everstep.checkpoint.tensors import Collector, Part, Payload, check, local_of, stored, value_of
+from everstep.checkpoint.tensors import Collector, Part, Payload, check, dtype_name, local_of, stored, value_of
 
 EXTRA = "extra_state"
 _TRANSPARENT = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -181,7 +181,7 @@ def differences(leaf: Leaf, live: Tensor) -> list[str]:
     check(live, leaf.path)
     local = local_of(live)
     saved_facts = (leaf.dtype, leaf.shape, leaf.whole_shape)
-    live_facts = (str(local.dtype).removeprefix("torch."), tuple(local.shape), tuple(live.shape))
+    live_facts = (dtype_name(local.dtype), tuple(local.shape), tuple(live.shape))
     if saved_facts == live_facts:
         return []
     return [f"{leaf.path} was saved as {_told(*saved_facts)} and is {_told(*live_facts)}"]

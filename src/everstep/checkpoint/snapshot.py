@@ -83,6 +83,7 @@ class Snapshotter:
         self._sequence = 0
         self._taken_in_set = 0
         self._on_device = False
+        self._restored: tuple[Layout, Callable[[Leaf], memoryview]] | None = None
         self._stager: Stager = HostStager()
         self.rank, self.world_size = 0, 1
         self.instructions: Message = {}
@@ -116,16 +117,16 @@ class Snapshotter:
         if source is None or source["tier"] != MEMORY:
             return None
         started = self._clock.now()
-        layout, payload = self._source(source)
-        size = self._walk().restore(layout, payload)
+        self._restored = self._source(source)
+        size = self._walk().restore(*self._restored)
         why = str(self.instructions.get("reason", ""))
         return Recovered(source["step"], MEMORY, size, self._clock.now() - started, why)
 
     def restore_generators(self) -> None:
         """Set the random generators: after everything that draws at construction, right before the first step."""
-        source = self.instructions.get("restore")
-        if source is not None and source["tier"] == MEMORY:
-            self._walk().restore_generators(*self._source(source))
+        if self._restored is not None:
+            self._walk().restore_generators(*self._restored)
+            self._restored = None
 
     def settle(self) -> None:
         """End what is under way and let go of the model; whole copies are sealed. Nothing is written afterwards."""
@@ -135,7 +136,7 @@ class Snapshotter:
             pending.copy.wait()
             seal(pending.buffer.bytes, pending.sequence)
         self._stager.close()
-        self._stager, self.walk = HostStager(), None
+        self._stager, self.walk, self._restored = HostStager(), None, None
         for each in self._sets.values():
             each.reread()
 

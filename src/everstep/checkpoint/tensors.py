@@ -4,6 +4,7 @@ Reading never changes the live object: no hook runs, no collective is issued, no
 kept exactly (sparse, quantised, nested, meta, tensor subclasses) is a TypeError that names its key.
 """
 
+import functools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -155,6 +156,7 @@ _CONTAINERS: dict[type, Callable[[Any, Child], Node]] = {
 }
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype, without `torch.`."""
     return str(dtype).removeprefix("torch.")
@@ -162,8 +164,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def local_of(value: Tensor) -> Tensor:
     """Return this rank's own part, detached: the same memory, no copy, no communication."""
-    with torch.no_grad():
-        return value.to_local().detach() if isinstance(value, DTensor) else value.detach()
+    local = value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - to_local() goes through autograd
+    return local.detach()
 
 
 def check(value: Tensor, path: str) -> None:

@@ -22,7 +22,7 @@ import json
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from math import isfinite, prod
 from typing import Any
 
@@ -191,12 +191,20 @@ def place(leaves: Iterable[Leaf], start: int = 0) -> tuple[tuple[Leaf, ...], int
     end = start
     for leaf in leaves:
         if leaf.alias_of is not None:
-            placed[leaf.path] = replace(leaf, offset=placed[leaf.alias_of].offset)
+            placed[leaf.path] = _at(leaf, placed[leaf.alias_of].offset)
             continue
         offset = align(end)
-        placed[leaf.path] = replace(leaf, offset=offset)
+        placed[leaf.path] = _at(leaf, offset)
         end = offset + leaf.nbytes
     return tuple(placed.values()), end
+
+
+def _at(leaf: Leaf, offset: int) -> Leaf:
+    """`dataclasses.replace`, at a fifth of its cost: done for every leaf at every restart."""
+    return Leaf(
+        leaf.path, leaf.dtype, leaf.shape, leaf.nbytes, offset, leaf.kind, leaf.global_shape, leaf.offsets,
+        leaf.alias_of, leaf.replicated, leaf.per_rank, leaf.placements, leaf.stride, leaf.device,
+    )  # fmt: skip
 
 
 def qualified(path: str, rank: int) -> str:
