@@ -122,9 +122,9 @@ class Communication:
         with self._lock:
             for window in self._books.windows:
                 self._settle(window)
-            groups, stores = dict(self._books.sets), set(self._books.stores)
+            groups, stores = dict(self._books.sets), {h.inode: h for h in self._books.stores}
         severed = sum(_sever_set(epoll, listeners) for epoll, listeners in groups.items())
-        cut = sum(sockets.sever(handle) for handle in stores)
+        cut = sum(sockets.sever(handle) for handle in stores.values())
         enders = nccl.enders() | self._registry.enders()
         ended = together(enders, deadline_s, self._clock) if enders else None
         backends, late, failed = (ended.ended, ended.late, ended.failed) if ended else ((), (), ())

@@ -9,6 +9,7 @@ broadcasts and survivors do not (B2).
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ _MAPS = (
     "comms",
 )
 _SYMMETRIC = ("_group_name_to_store", "_group_name_to_workspace_tensor")
+_MEMORY = "torch.distributed._symmetric_memory"
 _MESH = "torch.distributed.device_mesh"
 _DTENSOR = "torch.distributed.tensor"
 
@@ -35,18 +37,13 @@ def items() -> Iterator[Item]:
     """Return what must have its fresh value, whatever it was at the first entry."""
     yield _clean("default group", _has_default, False, _drop_default)
     for name in _MAPS:
-        yield _clean(f"c10d {name}", lambda name=name: len(_world(name)), 0, lambda name=name: _world(name).clear())
+        yield _clean(f"c10d {name}", partial(_size, c10d, f"_world.{name}"), 0, partial(_clear, c10d, f"_world.{name}"))
     yield _clean("c10d group count", lambda: _world("group_count"), 0, _restart_count)
     yield _clean("c10d init method", lambda: find(c10d, "_default_pg_init_method"), None, _forget_method)
     yield _clean("mesh stack", lambda: _held(_mesh()), 0, lambda: _empty(_mesh()))
     yield _clean("DTensor random tracker", _tracker, False, _drop_tracker)
     for name in _SYMMETRIC:
-        yield _clean(
-            f"symmetric memory {name}",
-            lambda name=name: len(find(loaded("torch.distributed._symmetric_memory"), name)),
-            0,
-            lambda name=name: find(loaded("torch.distributed._symmetric_memory"), name).clear(),
-        )
+        yield _clean(f"symmetric memory {name}", partial(_size, _MEMORY, name), 0, partial(_clear, _MEMORY, name))
 
 
 def caches() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -63,6 +60,19 @@ def _clean(name: str, read: Callable[[], Any], clean: Any, reset: Callable[[], o
 
 def _world(name: str) -> Any:
     return find(c10d, f"_world.{name}")
+
+
+def _collection(owner: Any, path: str) -> Any:
+    """A collection of an object, or of a module that is named and may not be imported."""
+    return find(loaded(owner) if isinstance(owner, str) else owner, path)
+
+
+def _size(owner: Any, path: str) -> int:
+    return len(_collection(owner, path))
+
+
+def _clear(owner: Any, path: str) -> None:
+    _collection(owner, path).clear()
 
 
 def _has_default() -> bool:

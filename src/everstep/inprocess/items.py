@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,8 +137,8 @@ def _autocast() -> Iterator[Item]:
     for device in _autocast_devices():
         yield Item(
             f"autocast {device}",
-            lambda device=device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
-            lambda value, device=device: _set_autocast(device, value),
+            partial(_get_autocast, device),
+            partial(_set_autocast, device),
         )
     yield _pair("autocast cache", "is_autocast_cache_enabled", "set_autocast_cache_enabled")
     yield Item("autocast nesting", _nesting, _down_to(_nesting, torch.autocast_decrement_nesting))
@@ -149,6 +150,10 @@ def _autocast_devices() -> tuple[str, ...]:
     return tuple(device for device in known if device in ("cpu", "cuda"))
 
 
+def _get_autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
 def _set_autocast(device: str, value: tuple[bool, torch.dtype]) -> None:
     torch.set_autocast_enabled(device, value[0])
     torch.set_autocast_dtype(device, value[1])
@@ -156,9 +161,9 @@ def _set_autocast(device: str, value: tuple[bool, torch.dtype]) -> None:
 
 
 def _nesting() -> int:
-    level = torch.autocast_increment_nesting() - 1
+    level: int = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    return int(level)
+    return level
 
 
 # What decides the bits of a result
@@ -195,8 +200,8 @@ def _precisions() -> Iterator[Item]:
     for backend, operation in (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")):
         yield Item(
             f"precision {backend} {operation}",
-            lambda b=backend, o=operation: find(_C, "_get_fp32_precision_getter")(b, o),
-            lambda value, b=backend, o=operation: find(_C, "_set_fp32_precision_setter")(b, o, value),
+            partial(find(_C, "_get_fp32_precision_getter"), backend, operation),
+            partial(find(_C, "_set_fp32_precision_setter"), backend, operation),
         )
 
 

@@ -8,6 +8,7 @@ Rule 2: the fingerprint reads again; it does not trust what was written.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from everstep.inprocess import groups, items
@@ -44,7 +45,7 @@ def restore(baseline: Baseline) -> tuple[str, ...]:
     for item in _table():
         if _differs(item, baseline):
             changed.append(item.name)
-            _try(lambda item=item: item.write(baseline.values[item.name]))
+            _try(partial(item.write, baseline.values[item.name]))
     for _, empty in groups.caches():
         _try(empty)
     return tuple(changed)

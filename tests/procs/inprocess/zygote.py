@@ -94,6 +94,8 @@ def serve(request):
 def main():
     """Serve until the other side closes."""
     import torch
+    import torch._dynamo
+    import torch._inductor.config
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
