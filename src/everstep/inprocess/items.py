@@ -161,8 +161,8 @@ def _set_autocast(device: str, value: tuple[bool, torch.dtype]) -> None:
 
 
 def _nesting() -> int:
-    level: int = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
+    torch.autocast_increment_nesting()
+    level: int = torch.autocast_decrement_nesting()
     return level
 
 

@@ -61,7 +61,7 @@ class Small:
             self.error = error
         except BaseException as error:
             self.error = error
-        self.left_s = time.monotonic() - self.stopped_s
+        self.left_s = time.monotonic() - (self.stopped_s or time.monotonic())  # a peer's abort may have been earlier
         over.set()
         thread.join()
         self.clean()
