@@ -4,7 +4,8 @@ Rule 1: buffers are the agent's: they outlive the worker that wrote them and are
 Rule 2: the agent reads headers itself; no word of a worker is needed, least of all of a dead one.
 Rule 3: what is newer than the chosen step, or not on the living line, is void before the new generation steps.
 Rule 4: memory is judged before it is allocated, in full, in slices that keep the agent's loop free.
-Rule 5: a held buffer stays as it is until it is released, whatever becomes of its worker.
+Rule 5: a buffer that a slower tier holds stays as it is until it releases it, whatever becomes of its worker. What a
+    worker kept for a tier that did not take it before the generation ended is free again.
 
 Messages from a worker: `attach` (its state needs so many bytes; it has these sets mapped), `hold`, `outgrown`,
 `damaged`. To a worker: `buffers` with descriptors, `refused`, `released`. Without torch and numpy.
@@ -43,7 +44,11 @@ class _Ask:
 
 
 class Shelf:
-    """The memory tier as a companion of the agent. `readers`: slower tiers that read buffers at their own pace."""
+    """The memory tier as a companion of the agent, before the slower tiers' companions: they read its plan.
+
+    `readers`: slower tiers that read buffers at their own pace. `older` may be set later: a tier that needs this shelf
+    is made after it.
+    """
 
     prefix = "snapshot"
 
@@ -57,12 +62,13 @@ class Shelf:
     ) -> None:
         self._cap = cap_bytes
         self._buffers = ROTATING + readers
-        self._older = older
+        self.older = older
         self._look = look
         self._sets: dict[int, SegmentSet] = {}
         self._next_buffer: defaultdict[int, int] = defaultdict(int)
         self._next_set = 0
-        self._held: defaultdict[int, set[int]] = defaultdict(set)
+        self._held: defaultdict[int, set[int]] = defaultdict(set)  # by a slower tier, here
+        self._offered: defaultdict[int, set[int]] = defaultdict(set)  # kept by its worker for one that has not come yet
         self._asks: list[_Ask] = []
         self._branches: list[Branch] = []
         self._struck: set[tuple[int, int]] = set()
@@ -84,18 +90,20 @@ class Shelf:
     def hold(self, rank: int, buffer: int) -> None:
         """Keep a buffer as it is until `release`."""
         self._segment(rank, buffer)
+        self._offered[rank].discard(buffer)
         self._held[rank].add(buffer)
 
     def release(self, rank: int, buffer: int) -> None:
         """The reader is done, or gone: the buffer may be written again. Twice is once."""
-        if buffer in self._held[rank]:
+        if buffer in self.held(rank):
             self._held[rank].discard(buffer)
+            self._offered[rank].discard(buffer)
             self._host.send(rank, {"kind": "snapshot.released", "buffer": buffer})
             self._forget_retired()
 
     def held(self, rank: int) -> frozenset[int]:
         """Return the buffers of a rank that are held."""
-        return frozenset(self._held[rank])
+        return frozenset(self._held[rank] | self._offered[rank])
 
     @property
     def bytes(self) -> int:
@@ -115,7 +123,7 @@ class Shelf:
             case "snapshot.attach":
                 self._attach(_Ask(rank, message["ask"], frozenset(message["have"])), message["bytes"])
             case "snapshot.hold":
-                self.hold(rank, message["buffer"])
+                self._offered[rank].add(message["buffer"])
             case "snapshot.outgrown":
                 for number in message["sets"]:
                     self._sets[number].retired = True
@@ -140,17 +148,19 @@ class Shelf:
     def on_roster(self, roster: Roster) -> Mapping[int, Message]:
         """See `Companion.on_roster`: what each rank begins from."""
         self._asks.clear()
-        older = [c for c in (self._older() if self._older else ()) if (c.tier, c.step) not in self._struck_older]
+        self._offered.clear()  # whoever offered them has unwound; what a tier took from it is held
+        self._forget_retired()
+        older = [c for c in (self.older() if self.older else ()) if (c.tier, c.step) not in self._struck_older]
         plan = choose(roster.world_size, self.sealed(), self._branches, older, frozenset(self._struck))
         for rank, buffer in plan.void:
-            if buffer not in self._held[rank]:  # a reader of it keeps it; its lineage keeps it out of every plan
+            if buffer not in self.held(rank):  # a reader of it keeps it; its lineage keeps it out of every plan
                 self._segment(rank, buffer).void()
         self._struck.clear()
         self._branches.append(Branch(roster.epoch, roster.generation, plan.parent))
         self.plan = plan
         lineage = [roster.epoch, roster.generation, plan.parent]
         return {
-            rank: {"restore": _source(plan, rank), "lineage": lineage, "held": sorted(self._held[rank]),
+            rank: {"restore": _source(plan, rank), "lineage": lineage, "held": sorted(self.held(rank)),
                    "reason": plan.reason}
             for rank in range(roster.world_size)
         }  # fmt: skip
@@ -260,7 +270,7 @@ class Shelf:
             sent = each.number not in ask.have
             sets.append({"set": each.number, "bytes": each.size, "buffers": list(each.segments), "sent": sent})
             fds += [segment.fd for segment in each.segments.values()] if sent else []
-        body = {"kind": "snapshot.buffers", "ask": ask.number, "sets": sets, "held": sorted(self._held[ask.rank])}
+        body = {"kind": "snapshot.buffers", "ask": ask.number, "sets": sets, "held": sorted(self.held(ask.rank))}
         self._host.send(ask.rank, body, fds)
         return True
 
@@ -282,7 +292,7 @@ class Shelf:
 
     def _forget_retired(self) -> None:
         for number, each in list(self._sets.items()):
-            if each.retired and not self._held[each.rank] & each.segments.keys():
+            if each.retired and not self.held(each.rank) & each.segments.keys():
                 del self._sets[number]
                 each.close()
 

@@ -83,7 +83,7 @@ class Snapshotter:
         self._sequence = 0
         self._taken_in_set = 0
         self._on_device = False
-        self._restored: tuple[Layout, Callable[[Leaf], memoryview]] | None = None
+        self._restored: tuple[Layout, Callable[[Leaf], bytearray | memoryview]] | None = None
         self._stager: Stager = HostStager()
         self.rank, self.world_size = 0, 1
         self.instructions: Message = {}
@@ -116,11 +116,16 @@ class Snapshotter:
         source = self.instructions.get("restore")
         if source is None or source["tier"] != MEMORY:
             return None
+        return self.restore_from(source["step"], MEMORY, *self._source(source))
+
+    def restore_from(
+        self, step: int, tier: str, layout: Layout, payload: Callable[[Leaf], bytearray | memoryview]
+    ) -> Recovered:
+        """The same from a slower tier, which has read and verified the bytes."""
         started = self._clock.now()
-        self._restored = self._source(source)
-        size = self._walk().restore(*self._restored)
-        why = str(self.instructions.get("reason", ""))
-        return Recovered(source["step"], MEMORY, size, self._clock.now() - started, why)
+        self._restored = layout, payload
+        size = self._walk().restore(layout, payload)
+        return Recovered(step, tier, size, self._clock.now() - started, str(self.instructions.get("reason", "")))
 
     def restore_generators(self) -> None:
         """Set the random generators: after everything that draws at construction, right before the first step."""

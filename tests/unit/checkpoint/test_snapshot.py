@@ -171,6 +171,7 @@ def test_a_hold_outlives_its_worker(bench):
     (worker,) = b.enter()
     worker.bind(build())
     held = worker.take(1, hold=True).buffer
+    b.shelf.hold(0, held)  # the slower tier takes it
     worker.take(2)
     (spare,) = b.enter(replace=(0,))
     assert b.told[0]["held"] == [held]
@@ -178,6 +179,33 @@ def test_a_hold_outlives_its_worker(bench):
     assert held not in {spare.take(n).buffer for n in range(3, 9)}
     b.shelf.release(0, held)
     assert spare.take(9).buffer == held
+
+
+def test_what_a_worker_kept_for_a_tier_that_never_came_is_free_again(bench):
+    b = bench()
+    (worker,) = b.enter()
+    worker.bind(build())
+    kept = worker.take(1, hold=True).buffer
+    (spare,) = b.enter(replace=(0,))
+    assert b.shelf.held(0) == frozenset()
+    restored(spare, 1)
+    assert kept in {spare.take(n).buffer for n in range(2, 6)}
+    assert spare.take(6, hold=True).held
+
+
+def test_a_slower_tier_s_copy_restores_alike(bench, keep):
+    b = bench()
+    (worker,) = b.enter()
+    saved = build()
+    step(saved)
+    kept = keep(saved)
+    expected = step(saved)
+    state = build(3)
+    worker.bind(state)
+    recovered = worker.restore_from(1, "disk", kept.layout, kept.payload)
+    worker.restore_generators()
+    assert (recovered.step, recovered.tier) == (1, "disk")
+    assert step(state) == expected
 
 
 def test_a_state_that_grows_gets_larger_buffers_and_keeps_the_old_until_then(bench):
