@@ -144,8 +144,8 @@ def figures() -> None:
         snapshotter = rig.enter()
         snapshotter.bind(state)
         recovered = snapshotter.restore()
-        print(f"  a successor: bind {SYSTEM.now() - begun - recovered.seconds:.2f} s, restore {recovered.seconds:.2f} s, "
-              f"{recovered.bytes / recovered.seconds / 1e9:.1f} GB/s", flush=True)  # fmt: skip
+        print(f"  a successor: bind {SYSTEM.now() - begun - recovered.seconds:.2f} s, "
+              f"restore {recovered.seconds:.2f} s, {recovered.bytes / recovered.seconds / 1e9:.1f} GB/s", flush=True)  # fmt: skip
         rig.close()
 
 
