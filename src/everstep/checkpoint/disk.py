@@ -192,6 +192,12 @@ class Disk:
             self._condemned = []
         return self._save is None and not self._writers.busy
 
+    @property
+    def outstanding(self) -> bool:
+        """True while writers have something to do."""
+        save = self._save
+        return self._writers.busy or (save is not None and save.phase is not commit.Phase.ASKED)
+
     def problems(self) -> Sequence[str]:
         """See `Companion.problems`."""
         return tuple(self._problems)

@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from everstep.checkpoint.fileops import Data, FileOps, PosixFiles
 
+T = TypeVar("T")
 KINDS = ("mkdir", "create", "write", "fsync", "close", "fsync_dir", "rename", "exchange", "unlink", "rmdir", "listdir")
 
 
@@ -61,85 +63,62 @@ class HostileFiles:
         keys = ((kind, self.calls[kind]), (kind, 0), ("any", self.calls["any"]))
         return next((self.wounds[key] for key in keys if key in self.wounds), None)
 
-    def _before(self, kind: str, path: str) -> Wound | None:
+    def _do(self, kind: str, path: str, call: Callable[[], T]) -> T:
         wound = self._wound(kind)
         if wound is not None and wound.when == "before":
             wound.strike(path)
-        return wound
-
-    def _after(self, wound: Wound | None, path: str) -> None:
-        if wound is not None and wound.when != "before":
-            wound.strike(path)
+        try:
+            return call()
+        finally:
+            if wound is not None and wound.when != "before":
+                wound.strike(path)
 
     def mkdir(self, path: str) -> None:
         """See `FileOps.mkdir`."""
-        wound = self._before("mkdir", path)
-        self.inner.mkdir(path)
-        self._after(wound, path)
+        return self._do("mkdir", path, lambda: self.inner.mkdir(path))
 
     def create(self, path: str) -> int:
         """See `FileOps.create`."""
-        wound = self._before("create", path)
-        fd = self.inner.create(path)
-        self._after(wound, path)
-        return fd
+        return self._do("create", path, lambda: self.inner.create(path))
 
     def write(self, fd: int, data: Data) -> int:
         """See `FileOps.write`. Torn: half of it is written first."""
-        wound = self._before("write", "")
-        torn = wound is not None and wound.when == "torn"
-        count = self.inner.write(fd, memoryview(data)[: len(data) // 2] if torn else data)
-        self._after(wound, "")
-        return count
+        upcoming = (("write", self.calls["write"] + 1), ("write", 0), ("any", self.calls["any"] + 1))
+        torn = any(self.wounds[key].when == "torn" for key in upcoming if key in self.wounds)
+        part = memoryview(data)[: len(data) // 2] if torn else data
+        return self._do("write", "", lambda: self.inner.write(fd, part))
 
     def fsync(self, fd: int) -> None:
         """See `FileOps.fsync`."""
-        wound = self._before("fsync", "")
-        self.inner.fsync(fd)
-        self._after(wound, "")
+        return self._do("fsync", "", lambda: self.inner.fsync(fd))
 
     def close(self, fd: int) -> None:
         """See `FileOps.close`."""
-        wound = self._before("close", "")
-        self.inner.close(fd)
-        self._after(wound, "")
+        return self._do("close", "", lambda: self.inner.close(fd))
 
     def fsync_dir(self, path: str) -> None:
         """See `FileOps.fsync_dir`."""
-        wound = self._before("fsync_dir", path)
-        self.inner.fsync_dir(path)
-        self._after(wound, path)
+        return self._do("fsync_dir", path, lambda: self.inner.fsync_dir(path))
 
     def rename(self, old: str, new: str) -> None:
         """See `FileOps.rename`."""
-        wound = self._before("rename", old)
-        self.inner.rename(old, new)
-        self._after(wound, old)
+        return self._do("rename", old, lambda: self.inner.rename(old, new))
 
     def exchange(self, one: str, other: str) -> None:
         """See `FileOps.exchange`."""
-        wound = self._before("exchange", one)
-        self.inner.exchange(one, other)
-        self._after(wound, one)
+        return self._do("exchange", one, lambda: self.inner.exchange(one, other))
 
     def unlink(self, path: str) -> None:
         """See `FileOps.unlink`."""
-        wound = self._before("unlink", path)
-        self.inner.unlink(path)
-        self._after(wound, path)
+        return self._do("unlink", path, lambda: self.inner.unlink(path))
 
     def rmdir(self, path: str) -> None:
         """See `FileOps.rmdir`."""
-        wound = self._before("rmdir", path)
-        self.inner.rmdir(path)
-        self._after(wound, path)
+        return self._do("rmdir", path, lambda: self.inner.rmdir(path))
 
     def listdir(self, path: str) -> list[str]:
         """See `FileOps.listdir`."""
-        wound = self._before("listdir", path)
-        found = self.inner.listdir(path)
-        self._after(wound, path)
-        return found
+        return self._do("listdir", path, lambda: self.inner.listdir(path))
 
 
 @dataclass
