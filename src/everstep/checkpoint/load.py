@@ -41,7 +41,7 @@ class State:
 
     def read(self, path: str) -> bytearray:
         """Return the bytes of the leaf with that path, verified; an alias gives its original's."""
-        item = self._items[path]
+        item = self._items[self._items[path].original]
         entry = self._entries.get(item.id)
         if entry is None:
             raise DamagedCheckpoint(

@@ -8,7 +8,7 @@ and their names are durable before the fragment is returned. No torch here.
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -84,7 +84,7 @@ def write_shard(
     return Fragment(
         save=target.save, step=target.step, epoch=target.epoch, generation=target.generation,
         world_size=target.world_size, rank=rank, files=facts, entries=tuple(entries),
-        needs=tuple(item.id for item in tensors),
+        needs=tuple(item.id for item in tensors if item.leaf.alias_of is None),
         replicas={item.id: checksum(_elements(item, payload)) for item in foreign}, training=training,
     )  # fmt: skip
 
@@ -104,6 +104,16 @@ def _elements(item: items.TensorItem, payload: memoryview) -> memoryview:
 def _entries(
     shard: _Shard, snapshot: Layout, tensors: tuple[items.TensorItem, ...], payload: memoryview
 ) -> Iterator[Entry]:
+    for entry in _own_entries(shard, snapshot, tensors, payload):
+        yield entry
+        path = items.plain(entry.path) if snapshot.rank == 0 else None
+        if path is not None:
+            yield replace(entry, name=items.dotted(path), path=path)
+
+
+def _own_entries(
+    shard: _Shard, snapshot: Layout, tensors: tuple[items.TensorItem, ...], payload: memoryview
+) -> Iterator[Entry]:
     written: dict[str, Entry] = {}
     for item in tensors:
         if item.owner != snapshot.rank:
@@ -112,7 +122,7 @@ def _entries(
             written[item.original] = _tensor(shard, item, _elements(item, payload))
             yield written[item.original]
         else:
-            yield _named_again(written[item.original], item)
+            yield replace(written[item.original], name=item.name, path=item.path)
     for value in items.values(snapshot):
         if value.owner == snapshot.rank:
             yield _value(shard, value)
@@ -133,14 +143,6 @@ def _tensor(shard: _Shard, item: items.TensorItem, elements: memoryview) -> Entr
     return Entry(
         name=item.name, path=item.path, file=names.shard(item.owner), at=at, length=shard.position - at, data=data,
         nbytes=len(elements), xxh3=entry_hash.hexdigest(), dtype=item.dtype, shape=item.shape, offsets=item.offsets,
-        sizes=item.sizes,
-    )  # fmt: skip
-
-
-def _named_again(entry: Entry, item: items.TensorItem) -> Entry:
-    return Entry(
-        name=item.name, path=item.path, file=entry.file, at=entry.at, length=entry.length, data=entry.data,
-        nbytes=entry.nbytes, xxh3=entry.xxh3, dtype=item.dtype, shape=item.shape, offsets=item.offsets,
         sizes=item.sizes,
     )  # fmt: skip
 

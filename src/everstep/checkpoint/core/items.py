@@ -5,7 +5,9 @@ been given the fewest bytes so far (EXPERIMENTS C8); what belongs to a rank alon
 carries the rank. The same layouts give the same owners everywhere.
 Rule 2: names are DCP's: the keys of nested containers joined by dots, containers followed as DCP follows them (into
 mappings, and into lists that hold tensors or mappings; tuples only where a tensor is inside).
-Rule 3: an alias is written once, under its original's name; each of its other names is an entry of its own over the
+Rule 3: what differs by rank has, for readers that know no ranks, rank 0's also under the plain name (`plain`): an
+optimizer's groups and a scheduler are the same on all ranks in practice, and `dcp.load` finds them.
+Rule 4: an alias is written once, under its original's name; each of its other names is an entry of its own over the
 same bytes, so that `dcp.load` finds tied weights under both names and neither costs space.
 """
 
@@ -129,6 +131,11 @@ def _named(layout: Layout, section: Section) -> Iterator[TensorItem]:
 def _prefix(section: str, rank: int, *, own: bool) -> Path:
     parts = tuple(section.split("/"))
     return ("ranks", str(rank), *parts) if own else parts
+
+
+def plain(path: Path) -> Path | None:
+    """The path without its rank; None for one that carries none."""
+    return path[2:] if path[0] == "ranks" else None
 
 
 def dotted(path: Path) -> str:
