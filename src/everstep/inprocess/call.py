@@ -27,6 +27,7 @@ from everstep.recovery.session import Session
 T = TypeVar("T")
 TICK_S = 0.1
 _DEEPEST = 30
+_PEER_GONE = ("gloo/transport/tcp", "Connection closed by peer", "ncclRemoteError", "NCCL communicator was aborted")
 _WAITS = (f"{os.sep}torch{os.sep}distributed{os.sep}",)
 """A main thread whose innermost frame lies here waits for other ranks: it is a victim, not a culprit (H1)."""
 
@@ -64,6 +65,10 @@ class Cleaner(Protocol):
 
         Raises when this process must be replaced.
         """
+        ...
+
+    def tick(self) -> None:
+        """Ticker thread, some ten times a second: whatever must go on beside the loop."""
         ...
 
 
@@ -176,6 +181,8 @@ class Caller:
         name = (
             f"everstep: rank {self._assignment.rank}, generation {self._assignment.generation}: the function raised\n"
         )
+        if is_victim(error):
+            return [f"everstep: rank {self._assignment.rank} lost its connection to a peer: {_brief(error)[:100]}…\n"]
         try:
             return [name, *traceback.format_exception(error)]
         except Exception:  # noqa: BLE001 - a user's __str__ or __cause__ may do anything
@@ -286,12 +293,18 @@ class Caller:
         while not self._clock.wait(self._over, TICK_S):
             now = self._clock.now()
             self.session.page.tick(now)
+            cleaner.tick()
             verdict = interrupter.pursue(now)
             if verdict is Verdict.SEVER:
                 cleaner.abort()
             elif verdict is Verdict.REPLACE:
                 text = "it does not leave the function: the interrupt was deferred or swallowed for too long"
                 self.session.send({"kind": "world.replace", "text": text})
+
+
+def is_victim(error: BaseException) -> bool:
+    """True for what gloo and NCCL raise when a peer is gone: another rank's fault has the traceback that matters."""
+    return isinstance(error, RuntimeError) and any(sign in _brief(error) for sign in _PEER_GONE)
 
 
 def _brief(error: BaseException | None) -> str:

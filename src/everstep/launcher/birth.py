@@ -46,6 +46,7 @@ def _live(order: Mapping[str, Any], fds: list[int]) -> int:
         go, _ = link.receive()  # the agent has our pidfd and knows who we are
     except LinkClosed:
         os._exit(1)
+    assert go["kind"] == "go", go
     kernel.die_with_parent(int(order["agent"]))
     kernel.name_process(str(order["name"]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

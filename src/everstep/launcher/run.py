@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,20 +18,29 @@ from everstep.launcher.agent.nursery import Nursery, Refused
 from everstep.launcher.config import LaunchConfig, from_flags, writable
 from everstep.launcher.preload import top_level_imports
 from everstep.recovery.api import Companion
-from everstep.telemetry import JsonLines, Telemetry, say
-
-MakeCompanions = Callable[[LaunchConfig, Path, str], Sequence[Companion]]
-"""(config, run folder, job) → what rides on the agent; given by the command line, which knows the features."""
+from everstep.telemetry import JsonLines, Sink, Telemetry, say
 
 
-def main(argv: Sequence[str], extensions: Sequence[str], companions: MakeCompanions) -> int:
+@dataclass
+class Riders:
+    """What the command line, which knows the features, has ride on the agent."""
+
+    companions: list[Companion] = field(default_factory=list[Companion])
+    environment: dict[str, str] = field(default_factory=dict[str, str])  # workers find it in theirs
+    sinks: list[Sink] = field(default_factory=list[Sink])  # hear the agent's own events as they come
+
+
+MakeRiders = Callable[[LaunchConfig, Path], Riders]
+
+
+def main(argv: Sequence[str], extensions: Sequence[str], riders: MakeRiders) -> int:
     """Run a job on this node to its end; return the exit code of the process."""
     job = os.urandom(6).hex()
     telemetry = Telemetry("agent")
     loop = Loop(SYSTEM)
     nursery = Nursery(loop, telemetry, job)
     try:
-        return _run(argv, extensions, companions, job, telemetry, loop, nursery)
+        return _run(argv, extensions, riders, job, telemetry, loop, nursery)
     except Refused as refused:
         if refused.args[0]:
             say(refused.args[0])
@@ -48,7 +58,7 @@ def main(argv: Sequence[str], extensions: Sequence[str], companions: MakeCompani
 def _run(
     argv: Sequence[str],
     extensions: Sequence[str],
-    companions: MakeCompanions,
+    riders: MakeRiders,
     job: str,
     telemetry: Telemetry,
     loop: Loop,
@@ -64,12 +74,14 @@ def _run(
         for event in nursery.early:
             telemetry.emit(event)
         say(f"run folder {run_dir}")
+        riding = riders(config, run_dir)
+        nursery.environment |= riding.environment
+        telemetry.sinks += riding.sinks
         started = RunStarted(job=job, argv=tuple(argv), world_size=config.nproc, spares=config.spares)
         telemetry.emit(started)
-        riders = companions(config, run_dir, job)
         preload = [*config.preload] or ([] if flags.get("preload") == "none" else top_level_imports(config))
         nursery.ask_zygote({"preload": preload}, "zygote.ready")
-        agent = Agent(config, loop, nursery, telemetry, run_dir, riders)
+        agent = Agent(config, loop, nursery, telemetry, run_dir, riding.companions)
         for text in nursery.notices():
             agent.notice(text, "warning")
         return agent.run()

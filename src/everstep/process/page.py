@@ -68,6 +68,11 @@ class Page:
         self._put(_MARK, int(now * 1e9))
         self._put(_PHASE, Phase.STEP)
 
+    def resumed(self, step: int, now: float) -> None:
+        """A generation goes on after `step`; its first step still has its own limit."""
+        self._put(_STEP, step)
+        self._put(_MARK, int(now * 1e9))
+
     def mark(self, now: float) -> None:
         """A sign of progress."""
         self._put(_MARK, int(now * 1e9))

@@ -22,6 +22,7 @@ from everstep.recovery.core.words import Incarnation
 from everstep.recovery.link import Link, LinkClosed
 from everstep.telemetry import JsonLines, Telemetry
 
+MOST_UNHEARD = 256
 Handler = Callable[[Mapping[str, Any], Sequence[int]], None]
 
 
@@ -41,6 +42,10 @@ class Session:
     telemetry: Telemetry = field(init=False)
     _handlers: dict[str, Handler] = field(default_factory=dict[str, Handler])
     _replies: "dict[int, queue.Queue[tuple[Mapping[str, Any], Sequence[int]]]]" = field(default_factory=dict)
+    _unheard: dict[str, list[tuple[Mapping[str, Any], Sequence[int]]]] = field(
+        default_factory=dict[str, list[tuple[Mapping[str, Any], Sequence[int]]]]
+    )
+    _listening: threading.Lock = field(default_factory=threading.Lock)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _waiter: threading.Thread | None = None
     lost: Callable[[], None] | None = None  # what to do when the agent is gone; None: end this process
@@ -54,8 +59,14 @@ class Session:
         self.telemetry.sinks.append(JsonLines(path))
 
     def on(self, prefix: str, handler: Handler) -> None:
-        """Have `handler` called, on the waiter thread, with every message whose kind is `prefix.…`."""
-        self._handlers[prefix] = handler
+        """Have `handler` called, on the waiter thread, with every message whose kind is `prefix.…`.
+
+        What came before anybody listened is handed over first, on the caller's thread.
+        """
+        with self._listening:
+            for message, fds in self._unheard.pop(prefix, []):
+                handler(message, fds)
+            self._handlers[prefix] = handler
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         """Tell the agent; a vanished agent is the waiter's business and not the caller's."""
@@ -103,12 +114,21 @@ class Session:
         if waiting is not None:
             waiting.put((message, fds))
             return
-        handler = self._handlers.get(str(message["kind"]).partition(".")[0])
-        if handler is None:
-            for fd in fds:
-                os.close(fd)
-            return
+        prefix = str(message["kind"]).partition(".")[0]
+        with self._listening:
+            handler = self._handlers.get(prefix)
+            if handler is None:
+                self._keep(prefix, message, fds)
+                return
         handler(message, fds)
+
+    def _keep(self, prefix: str, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+        """A script that is slow to come to its wrapped call has no listeners yet; the oldest are dropped first."""
+        kept = self._unheard.setdefault(prefix, [])
+        kept.append((message, fds))
+        if len(kept) > MOST_UNHEARD:
+            for fd in kept.pop(0)[1]:
+                os.close(fd)
 
     def stop(self) -> None:
         """Wake and join the waiter (E8, P11: no thread of ours is inside a wait when the interpreter ends)."""

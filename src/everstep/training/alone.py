@@ -83,6 +83,9 @@ class AloneParts:
     def page_step(self, step: int) -> None:
         """See `Parts.page_step`."""
 
+    def page_resumed(self, step: int) -> None:
+        """See `Parts.page_resumed`."""
+
     def enter_phase(self, phase: int, limit_s: float = 0.0) -> None:
         """See `Parts.enter_phase`."""
 

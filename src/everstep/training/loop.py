@@ -46,7 +46,7 @@ class Steps:
         batches = _Batches(self._loader, parts.keeper.epochs) if self._loader is not None else None
         parts.keeper.restore_randomness()
         faults = parts.arm_faults(self._total, self._state)
-        parts.page_step(done)
+        parts.page_resumed(done)
         try:
             for step in range(done + 1, self._total + 1):
                 faults.at_boundary(step)

@@ -1,22 +1,32 @@
 """The wrapped function under an agent: one generation after another, composed of the slices."""
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from everstep.checkpoint.intent_client import IntentClient
+from everstep.checkpoint.snapshot import Snapshotter
 from everstep.clock import Clock
 from everstep.events import Category, Event, SpanClosed, SpanOpened, StepValues
+from everstep.faults import hooks as faults
+from everstep.faults.calls import Calls
+from everstep.inprocess.abort import Communication
 from everstep.inprocess.call import Assignment
 from everstep.inprocess.interrupt import Interrupter
 from everstep.process.page import Phase
 from everstep.recovery.session import Session
-from everstep.training.alone import NoKeeper, device_of
-from everstep.training.parts import Faults, Keeper, NoFaults
+from everstep.training.alone import device_of
+from everstep.training.keeper import Keeper
+from everstep.training.parts import Faults, NoFaults
 from everstep.training.run import Run
+
+ABORT_DEADLINE_S = 3.0
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""Of the groups themselves: our own limits end what hangs long before."""
 
 
 class Ours:
@@ -25,54 +35,82 @@ class Ours:
     def __init__(self, session: Session, backend: str) -> None:
         self._session, self._backend = session, backend
         self.interrupter = Interrupter()
+        self._snapshotter = Snapshotter(session.send, clock=session.clock)
+        self._intents = IntentClient(session.send)
+        self._calls = Calls(session.send)
+        self._communication = Communication(clock=session.clock)
+        self._communication.watch()
+        session.on("snapshot", self._snapshotter.on_message)
+        session.on("disk", self._heard_disk)
+        session.on("fault", self._heard_fault)
+
+    def _heard_disk(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+        del fds  # none come
+        self._intents.on_message(message)
+
+    def _heard_fault(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+        del fds  # none come
+        self._calls.deliver(message)
 
     @contextlib.contextmanager
     def generation(self, assignment: Assignment) -> Generator[Run]:
         """Make this generation's groups and hand out its Run."""
-        parts = MemberParts(self._session, self.interrupter, assignment, self._backend)
-        parts.emit(SpanOpened(category=(Category.REBUILD if assignment.generation else Category.STARTUP).value))
-        store = dist.TCPStore(*assignment.store, is_master=False, timeout=timedelta(seconds=600))
+        session, rank, world = self._session, assignment.rank, assignment.world_size
+        self._snapshotter.begin(rank, world, assignment.companions.get("snapshot", {}))
+        keeper = Keeper(assignment, self._snapshotter, self._intents, session.telemetry, session.clock)
+        parts = MemberParts(session, self.interrupter, assignment, self._backend, keeper, self._calls)
+        with self._communication.opening(assignment.store[1]):
+            store = dist.TCPStore(*assignment.store, is_master=False, timeout=GROUP_TIMEOUT)
+        prefix = f"{assignment.epoch}/{assignment.generation}"
         dist.init_process_group(
-            self._backend,
-            store=dist.PrefixStore(f"{assignment.epoch}/{assignment.generation}", store),
-            rank=assignment.rank,
-            world_size=assignment.world_size,
+            self._backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world, timeout=GROUP_TIMEOUT
         )
-        yield Run(
-            parts,
-            rank=assignment.rank,
-            world_size=assignment.world_size,
-            local_rank=assignment.rank,
-            generation=assignment.generation,
-        )
+        parts.open_setup()
+        yield Run(parts, rank=rank, world_size=world, local_rank=rank, generation=assignment.generation)
 
     def abort(self) -> None:
-        """See `Cleaner.abort`."""
+        """See `Cleaner.abort`: what is late is seen when the function does not leave, and the worker replaced."""
+        self._communication.abort(ABORT_DEADLINE_S)
 
     def clean(self, error: BaseException | None) -> tuple[str, ...]:
         """See `Cleaner.clean`."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        del error
+        self._snapshotter.settle()
+        self._intents.rewound(0)  # intents of the next generation come after its assignment
+        self._communication.finish()
         return ()
+
+    def tick(self) -> None:
+        """See `Cleaner.tick`: seal what the device has copied."""
+        self._snapshotter.poll()
 
     def close(self) -> None:
         """The call is over: take the groups down."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self._communication.finish()
+        self._communication.unwatch()
+        self._snapshotter.close()
 
 
 class MemberParts:
     """Implements `Parts` over a session."""
 
-    def __init__(self, session: Session, interrupter: Interrupter, assignment: Assignment, backend: str) -> None:
-        self._session, self._interrupter, self._assignment = session, interrupter, assignment
+    def __init__(
+        self,
+        session: Session,
+        interrupter: Interrupter,
+        assignment: Assignment,
+        backend: str,
+        keeper: Keeper,
+        calls: Calls,
+    ) -> None:
+        self._session, self._interrupter, self._assignment, self._calls = session, interrupter, assignment, calls
         self.rank = assignment.rank
         self.device: torch.device = device_of(backend, assignment.rank)
         self.clock: Clock = session.clock
-        self.keeper: Keeper = NoKeeper()
+        self.keeper = keeper
         self.phase = Phase.FIRST
         self.last_values: dict[str, float] = {}
-        self._setup = True
+        self._setup = (Category.REBUILD if assignment.generation else Category.STARTUP).value
 
     def emit(self, event: Event, *, at_s: float | None = None) -> None:
         """See `Parts.emit`."""
@@ -83,19 +121,34 @@ class MemberParts:
         del seconds
         self.emit(StepValues(step=step, values=values))
 
+    def open_setup(self) -> None:
+        """The user's function is about to be entered."""
+        self.emit(SpanOpened(category=self._setup))
+
     def close_setup(self) -> None:
         """See `Parts.close_setup`."""
-        category = Category.REBUILD if self._assignment.generation else Category.STARTUP
-        self.emit(SpanClosed(category=category.value))
+        self.emit(SpanClosed(category=self._setup))
 
     def arm_faults(self, total: int, state: Mapping[str, Any]) -> Faults:
         """See `Parts.arm_faults`."""
-        return NoFaults()
+        told = self._assignment.companions.get("fault", {})
+        hooks = faults.arm(told, self._calls.call, self.rank, total, self.emit)
+        if hooks is None:
+            return NoFaults()
+        things = list(state.values())
+        hooks.attach(
+            [t for t in things if isinstance(t, torch.nn.Module)], [t for t in things if hasattr(t, "param_groups")]
+        )
+        return hooks
 
     def page_step(self, step: int) -> None:
         """See `Parts.page_step`."""
         self.phase = Phase.STEP
         self._session.page.step_done(step, self.clock.now())
+
+    def page_resumed(self, step: int) -> None:
+        """See `Parts.page_resumed`."""
+        self._session.page.resumed(step, self.clock.now())
 
     def enter_phase(self, phase: int, limit_s: float = 0.0) -> None:
         """See `Parts.enter_phase`."""

@@ -25,7 +25,10 @@ class Faults(Protocol):
 class Keeper(Protocol):
     """Keeps the state of this rank: restores it, takes it after every step."""
 
-    epochs: Any
+    @property
+    def epochs(self) -> Any:
+        """How many passes over the loader are behind us."""
+        ...
 
     def open(
         self, state: Mapping[str, Any], loader: Any, checkpoint_dir: str | None, checkpoint_interval: int | None
@@ -66,9 +69,13 @@ class Parts(Protocol):
     rank: int
     device: torch.device
     clock: Clock
-    keeper: Keeper
     phase: int
     last_values: dict[str, float]
+
+    @property
+    def keeper(self) -> Keeper:
+        """Keeps the state of this rank."""
+        ...
 
     def emit(self, event: Event, *, at_s: float | None = None) -> None:
         """Append to this process's ledger."""
@@ -88,6 +95,10 @@ class Parts(Protocol):
 
     def page_step(self, step: int) -> None:
         """Say on the page that `step` is done."""
+        ...
+
+    def page_resumed(self, step: int) -> None:
+        """Say on the page that this generation goes on after `step`."""
         ...
 
     def enter_phase(self, phase: int, limit_s: float = 0.0) -> None:

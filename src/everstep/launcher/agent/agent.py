@@ -28,7 +28,7 @@ from everstep.recovery.core import words, world
 from everstep.telemetry import Telemetry, say
 
 NODE = "node-0"
-STORE_ENTRY = "everstep.launcher.storehost:main"
+STORE_ENTRY = "everstep.store.host:main"
 
 
 class Agent:
@@ -47,7 +47,7 @@ class Agent:
         self.run_dir = run_dir
         self.clock: Clock = loop.clock
         log_root = Path(config.log_dir) if config.log_dir else run_dir / "logs"
-        self.crew = Crew(config, nursery, log_root, self._heard, self._gone)
+        self.crew = Crew(config, nursery, log_root, self._heard, self._gone, self.clock)
         self.host = AgentHost(self, companions)
         self.watch = Watch(limits.Own(config.soft_timeout_s, config.hard_timeout_s))
         self.world = world.begin(NODE, words.Policy(world_size=config.nproc, max_restarts=config.max_restarts))
@@ -114,9 +114,9 @@ class Agent:
         self.loop.later(INTERVAL_S, self._tick)
 
     def _look(self, now: float) -> None:
-        watched = {r: w for r, w in self.crew.ranks.items() if w.attached and not w.done}
-        if self.world.phase is not world.Phase.RUNNING or not watched:
+        if self.world.phase is not world.Phase.RUNNING or not self.config.wrapped:
             return
+        watched = {r: w for r, w in self.crew.ranks.items() if not w.done and w.last is None}
         for verdict in self.watch.look(watched, now):
             worker = watched[verdict.rank]
             if verdict.action == "probe":
@@ -367,7 +367,5 @@ class Agent:
         return code
 
     def notice(self, text: str, level: str = "info") -> None:
-        """Write a sentence to the ledger, and print it where it is more than news."""
+        """Write a sentence to the ledger; the display, a sink of it, shows it."""
         self.telemetry.emit(Notice(text=text, level=level))
-        if level != "info":
-            say(text)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from everstep.clock import Clock
 from everstep.launcher.agent import worker as workers
 from everstep.launcher.agent.nursery import Nursery, Process
 from everstep.launcher.agent.tails import Tail, tails_of
@@ -27,9 +28,10 @@ class Crew:
         log_root: Path,
         on_word: OnWord,
         on_gone: Callable[[Worker, int], None],
+        clock: Clock,
     ) -> None:
         self._config, self._nursery, self._log_root = config, nursery, log_root
-        self._on_word, self._on_gone = on_word, on_gone
+        self._on_word, self._on_gone, self._clock = on_word, on_gone, clock
         self._by_pid: dict[int, Worker] = {}
         self._births: list[Worker] = []
         self._tails: list[Tail] = []
@@ -101,6 +103,8 @@ class Crew:
         assert worker.rank is not None
         config = self._config
         worker.begun, worker.attempt = True, attempt
+        if config.wrapped:  # from here to its first step it is watched: set-up has a limit of its own
+            worker.page.enter(attempt, self._clock.now())
         logs = worker.logs = workers.plan_logs(config, self._log_root, attempt, worker.rank)
         environment = workers.environment_of(
             self._nursery.environment, config, worker.rank, attempt, store, logs.error_file

@@ -1,7 +1,7 @@
 """What the agent offers its companions, and how it hands them what is theirs."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ class AgentHost:
     def __init__(self, agent: Owner, companions: Sequence[Companion]) -> None:
         self._agent = agent
         self._companions = {c.prefix: c for c in companions}
+        self._closed = False
         self._holding: list[tuple[int, Message, list[int]]] | None = None
         self.clock: Clock = agent.loop.clock
         self.world_size: int = agent.config.nproc
@@ -57,7 +58,14 @@ class AgentHost:
     def spawn(self, name: str, entry: str, arguments: Mapping[str, Any], owner: Companion) -> Child:
         """Fork a helper whose words and end come to `owner`."""
         order = {"role": "helper", "entry": entry, "arguments": dict(arguments)}
-        return self._agent.nursery.order(name, order, owner.on_child_message, owner.on_child_exit)
+        return self._agent.nursery.order(name, order, owner.on_child_message, self._unless_closed(owner.on_child_exit))
+
+    def _unless_closed(self, call: Callable[[Child, int], None]) -> Callable[[Child, int], None]:
+        def hear(child: Child, status: int) -> None:
+            if not self._closed:
+                call(child, status)
+
+        return hear
 
     def emit(self, event: Event) -> None:
         """See `recovery.api.Host.emit`."""
@@ -125,6 +133,7 @@ class AgentHost:
 
     def close(self) -> None:
         """The job is over."""
+        self._closed = True
         for companion in self._companions.values():
             companion.close()
 

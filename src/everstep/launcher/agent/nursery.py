@@ -50,10 +50,24 @@ class Process:
     slot: int | None = None
     rank: int | None = None
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    _early: list[tuple[Mapping[str, Any], list[int]]] = field(default_factory=list[tuple[Mapping[str, Any], list[int]]])
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """See `recovery.api.Child.send`."""
-        self.line.send(message, fds)
+        """See `recovery.api.Child.send`. What is said before the process runs comes to it after our `go`."""
+        if self.incarnation is None:
+            self._early.append((message, [os.dup(fd) for fd in fds]))
+        else:
+            self.line.send(message, fds)
+
+    def go(self, incarnation: Incarnation) -> None:
+        """We know who it is and hold its pidfd: it may run."""
+        self.incarnation = incarnation
+        self.send({"kind": "go", "incarnation": str(incarnation)})
+        while self._early:
+            message, fds = self._early.pop(0)
+            self.send(message, fds)
+            for fd in fds:
+                os.close(fd)
 
     def kill(self) -> None:
         """SIGKILL; the end comes to `on_exit`."""
@@ -75,6 +89,7 @@ class Nursery:
         self.run_dir = ""
         self.early: list[ProcessStarted] = []  # before the ledger has a folder
         self._orders: dict[int, Process] = {}
+        self._early_deaths: dict[int, int] = {}
         self._number = 0
         self.processes: dict[int, Process] = {}
         self.environment: dict[str, str] = {}
@@ -175,16 +190,19 @@ class Nursery:
 
     def _born(self, process: Process, pid: int) -> None:
         process.pid = pid
-        process.pidfd = os.pidfd_open(pid)
-        process.incarnation = _identity(pid)
+        identity = _identity(pid)
         self.processes[pid] = process
-        self._loop.watch(process.pidfd, self.reap)
         self._telemetry.emit(
-            ProcessStarted(
-                name=process.name, child_pid=pid, incarnation=str(process.incarnation), child_slot=process.slot
-            )
+            ProcessStarted(name=process.name, child_pid=pid, incarnation=str(identity), child_slot=process.slot)
         )
-        process.send({"kind": "go", "incarnation": str(process.incarnation)})
+        early = self._early_deaths.pop(pid, None)
+        if early is not None:  # it was gone, and reaped, before we heard of it
+            process.incarnation = identity
+            self._bury(self.processes.pop(pid), early)
+            return
+        process.pidfd = os.pidfd_open(pid)  # ours to reap, so it exists at least as a zombie
+        self._loop.watch(process.pidfd, self.reap)
+        process.go(identity)
         if process.killed:
             process.kill()
 
@@ -204,10 +222,13 @@ class Nursery:
             process = self.processes.pop(pid, None)
             if process is not None:
                 self._bury(process, code)
+            elif self._orders:
+                self._early_deaths[pid] = code
 
     def _bury(self, process: Process, code: int) -> None:
-        self._loop.unwatch(process.pidfd)
-        os.close(process.pidfd)
+        if process.pidfd >= 0:
+            self._loop.unwatch(process.pidfd)
+            os.close(process.pidfd)
         kernel.kill_session(process.pid)
         process.line.close()  # reads what it still said
         if self._zygote_line is not None:

@@ -1,0 +1,142 @@
+"""Keeps this rank's state: a snapshot in shared memory after every step, a slower tier where one is due.
+
+Order of a restore (EXPERIMENTS B3): models, optimizers, schedulers and the loader's position first; then the loader's
+iterator is made; the random generators last, right before the first step.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from everstep.checkpoint.intent_client import IntentClient
+from everstep.checkpoint.load import State, open_checkpoint
+from everstep.checkpoint.snapshot import Snapshotter
+from everstep.clock import Clock
+from everstep.errors import ConfigurationError, DamagedCheckpoint, UsageError
+from everstep.events import Category, Restored, SpanClosed, SpanOpened
+from everstep.inprocess.call import Assignment
+from everstep.telemetry import Telemetry
+from everstep.training.loop import Epochs
+
+LOADER = "loader"
+EPOCHS = "epochs"
+_DISK = "disk"
+
+
+class Keeper:
+    """One generation's keeper; implements `training.parts.Keeper`."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        snapshotter: Snapshotter,
+        intents: IntentClient,
+        telemetry: Telemetry,
+        clock: Clock,
+    ) -> None:
+        self._snapshotter, self._intents, self._telemetry, self._clock = snapshotter, intents, telemetry, clock
+        self._rank, self._world_size = assignment.rank, assignment.world_size
+        self._told = assignment.companions.get("snapshot", {})
+        self._disk = assignment.companions.get(_DISK)
+        self._saved: State | None = None
+        self.epochs = Epochs()
+
+    def open(
+        self, state: Mapping[str, Any], loader: Any, checkpoint_dir: str | None, checkpoint_interval: int | None
+    ) -> None:
+        """See `parts.Keeper.open`."""
+        self._check_disk(checkpoint_dir, checkpoint_interval)
+        kept = dict(state)
+        if loader is not None:
+            for name in (LOADER, EPOCHS):
+                if name in kept:
+                    raise UsageError(f"run.steps({name}=…): the name {name!r} is taken by the loader; choose another.")
+            if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+                raise UsageError(
+                    f"the loader, a {type(loader).__qualname__}, has no state_dict and load_state_dict: its position "
+                    "cannot be kept, and a restart would repeat or skip data. Use torchdata's StatefulDataLoader, or "
+                    "everstep.training.Positioned around a sequence."
+                )
+            kept |= {LOADER: loader, EPOCHS: self.epochs}
+        self._snapshotter.bind(kept)
+
+    def _check_disk(self, directory: str | None, interval: int | None) -> None:
+        """The agent holds the directory from the start on: what the script asks for must be what it was told."""
+        told = self._disk or {}
+        for what, asked, flag in (
+            ("checkpoint_dir", directory, told.get("given", told.get("directory"))),
+            ("checkpoint_interval", interval, told.get("interval")),
+        ):
+            if asked is not None and asked != flag:
+                name = what.replace("_", "-")
+                raise ConfigurationError(
+                    f"run.steps({what}={asked!r}), but the agent was told {flag!r}. It opens the directory before the "
+                    f"first rank starts: give --{name} to `everstep run`, or set EVERSTEP_{what.upper()}."
+                )
+
+    def restore(self) -> int:
+        """See `parts.Keeper.restore`."""
+        source = self._told.get("restore")
+        if source is None:
+            return 0
+        began = self._clock.now()
+        self._telemetry.emit(SpanOpened(category=Category.RESTORE.value))
+        recovered = self._snapshotter.restore()
+        size = recovered.bytes if recovered is not None else self._from_disk(source)
+        seconds = self._clock.now() - began
+        step, why = int(source["step"]), str(self._told.get("reason", ""))
+        self._telemetry.emit(Restored(step=step, tier=source["tier"], bytes=size, seconds=seconds, why=why))
+        self._telemetry.emit(SpanClosed(category=Category.RESTORE.value))
+        return step
+
+    def _from_disk(self, source: Mapping[str, Any]) -> int:
+        walk = self._snapshotter.walk
+        assert walk is not None
+        try:
+            saved = self._saved = open_checkpoint(source["path"], self._rank, self._world_size)
+            return walk.restore(saved.layout, saved.bytes_of)
+        except DamagedCheckpoint as error:
+            self._intents.damaged(int(source["step"]), str(error))
+            raise
+
+    def restore_randomness(self) -> None:
+        """See `parts.Keeper.restore_randomness`."""
+        self._snapshotter.restore_generators()
+        saved, self._saved = self._saved, None
+        if saved is not None and self._snapshotter.walk is not None:
+            with saved:
+                self._snapshotter.walk.restore_generators(saved.layout, saved.bytes_of)
+
+    def take(self, step: int) -> None:
+        """See `parts.Keeper.take`."""
+        due = self._intents.due(step)
+        taken = self._snapshotter.take(step, hold=due)
+        if due:
+            self._intents.staged(taken.buffer if taken.held else None)
+
+    def finish(self, step: int) -> None:
+        """See `parts.Keeper.finish`: the agent saves the last step from memory when all have completed."""
+
+
+class Positioned:
+    """A sequence as a loader that knows its position: `run.steps(n, Positioned(batches))`."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self._items = items
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._next < len(self._items):
+            self._next += 1
+            yield self._items[self._next - 1]
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position in the present pass."""
+        return {"next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a position that was saved."""
+        self._next = int(state["next"])

@@ -1,0 +1,151 @@
+"""Real jobs under `everstep run`, each in its own run folder; nothing of a job may outlive its test."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import os, sys, signal, time, ctypes
+import torch, torch.distributed as dist
+import everstep
+def note(what, **facts):
+    import json
+    who = {"pid": os.getpid(), "rank": int(os.environ["RANK"]), "at": time.monotonic()}
+    with open(os.environ["NOTES"], "a") as f:
+        f.write(json.dumps({"what": what, **who, **facts}) + "\\n")
+"""
+
+
+@dataclass
+class Ended:
+    """What a job left behind."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    run_dir: Path
+    notes: list[dict] = field(default_factory=list)
+
+    def of(self, what: str) -> list[dict]:
+        return [n for n in self.notes if n["what"] == what]
+
+    def events(self, kind: str) -> list[dict]:
+        lines = [
+            json.loads(line)
+            for path in sorted((self.run_dir / "events").glob("agent-*.jsonl"))
+            for line in path.read_text().splitlines()
+            if line.strip()
+        ]
+        return [line["is"] | {"mono_s": line["at"]["mono_s"]} for line in lines if line["event"] == kind]
+
+
+class Job:
+    """One running `everstep run`."""
+
+    def __init__(
+        self, folder: Path, text: str, *flags: str, args: tuple[str, ...] = (), env: dict | None = None
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.notes_file = folder / "notes.jsonl"
+        script = folder / "script.py"
+        script.write_text(text)
+        environment = os.environ | {"NOTES": str(self.notes_file), "EVERSTEP_TEST_MARK": self.mark} | (env or {})
+        command = [
+            sys.executable,
+            "-m",
+            "everstep.cli",
+            "run",
+            "--run-dir",
+            str(self.run_dir),
+            *flags,
+            str(script),
+            *args,
+        ]
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=folder,
+            process_group=0,
+        )
+
+    def notes(self) -> list[dict]:
+        if not self.notes_file.exists():
+            return []
+        return [json.loads(line) for line in self.notes_file.read_text().splitlines() if line.strip()]
+
+    def wait_for(self, what: str, count: int = 1, limit_s: float = 40.0) -> list[dict]:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            found = [n for n in self.notes() if n["what"] == what]
+            if len(found) >= count:
+                return found
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+        raise AssertionError(f"{count} x {what!r} did not come in {limit_s} s; notes: {self.notes()}")
+
+    def ended(self, limit_s: float = 60.0) -> Ended:
+        out, err = self.process.communicate(timeout=limit_s)
+        seconds = time.monotonic() - self.began
+        return Ended(self.process.returncode, out, err, seconds, self.run_dir, self.notes())
+
+    def left(self) -> list[int]:
+        """Processes that carry this job's mark, zombies apart."""
+        found = []
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError, IndexError):
+                if name.isdigit() and self.mark.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                    state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
+                    if state != "Z":
+                        found.append(int(name))
+        return found
+
+    def gone_within(self, limit_s: float) -> float:
+        """Wait until nothing of the job is left; return how long it took."""
+        began = time.monotonic()
+        while self.left():
+            assert time.monotonic() - began < limit_s, f"still there after {limit_s} s: {self.left()}"
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def end(self) -> None:
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a job: `start(text, *flags, args=…, env=…)`; whatever is left at the end is a failure."""
+    jobs: list[Job] = []
+
+    def begin(text: str, *flags: str, args: tuple[str, ...] = (), env: dict | None = None, wrapped: bool = True) -> Job:
+        folder = tmp_path / f"job{len(jobs)}"
+        folder.mkdir()
+        head = HEAD if wrapped else HEAD.replace("import everstep\n", "")
+        jobs.append(Job(folder, head + text, *flags, args=args, env=env))
+        return jobs[-1]
+
+    yield begin
+    left = {job.folder.name: job.left() for job in jobs if job.process.poll() is not None and job.left()}
+    for job in jobs:
+        job.end()
+    assert not left, f"left behind: {left}"
