@@ -3,8 +3,7 @@
 Rule 1: exec'd before the agent opens any socket (P15, Z4); one thread; no tensor operation, ever (Z1: a child of a
         process that has run one OpenMP region hangs in its first).
 Rule 2: a child is forked twice, so that the agent, a sub-reaper, is its parent (Z3); it waits for the agent's `go`.
-Rule 3: the child leaves this module's frames: `main` returns what the child is to run, and runs it at the bottom of
-        the stack, so that its interpreter ends like any other.
+Rule 3: the child leaves this module's loop: `_serve` returns what the child is to run, and `main` runs it.
 Rule 4: it is the janitor: when the agent is gone it ends every session it forked, and then itself.
 
 usage: python -m everstep.launcher.zygote LINK_FD (then one JSON packet: argv, extensions)
@@ -16,13 +15,16 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
 from everstep.errors import EverstepError, ExitCode
 from everstep.process import kernel
 from everstep.recovery.link import Link, LinkClosed
+
+Birth = tuple[Mapping[str, Any], list[int]]
+"""In a new process: the agent's order, and the descriptors that came with it."""
 
 BASE_IMPORTS = (
     "torch",
@@ -108,8 +110,8 @@ def _probe_child() -> None:
     os._exit(0)
 
 
-def _fork_twice(link: Link, order: Mapping[str, Any], fds: list[int]) -> Callable[[], int] | None:
-    """Fork; the agent's new process gets back what it is to run, the zygote None."""
+def _fork_twice(link: Link, order: Mapping[str, Any], fds: list[int]) -> Birth | None:
+    """Fork; the agent's new process gets back what it is to be, the zygote None."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -131,25 +133,23 @@ def _fork_twice(link: Link, order: Mapping[str, Any], fds: list[int]) -> Callabl
     keep = sorted({0, 1, 2, *fds})
     for low, high in zip(keep, [*keep[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(low + 1, high)
-    from everstep.launcher import birth  # noqa: PLC0415 - brings torch's worker side, already loaded
-
-    return birth.task(order, fds)
+    return order, fds
 
 
 _sessions: set[int] = set()
 
 
-def _serve(link: Link) -> Callable[[], int] | None:
-    """Fork what the agent orders until it goes; in a child, return what the child is to run."""
+def _serve(link: Link) -> Birth | None:
+    """Fork what the agent orders until it goes; in a child, return what it is to be."""
     while True:
         try:
             order, fds = link.receive()
         except LinkClosed:
             return None
         if order["kind"] == "zygote.fork":
-            task = _fork_twice(link, order, fds)
-            if task is not None:
-                return task
+            born = _fork_twice(link, order, fds)
+            if born is not None:
+                return born
         elif order["kind"] == "zygote.forget":
             _sessions.discard(order["pid"])
         elif order["kind"] == "zygote.end":
@@ -187,9 +187,11 @@ def main(argv: list[str]) -> int:
         return 0
     kernel.name_process("everstep-zygote")
     link.send({"kind": "zygote.ready", "preloaded": loaded})
-    task = _serve(link)
-    if task is not None:
-        return task()
+    from everstep.launcher import birth  # noqa: PLC0415 - brings torch; it is here to be inherited
+
+    born = _serve(link)
+    if born is not None:
+        birth.leave(birth.live(*born))
     _clean_up(job)
     with contextlib.suppress(OSError):
         link.close()

@@ -70,7 +70,7 @@ def test_a_script_that_fails_at_import_is_told_once_and_not_restarted(start):
         (("--nproc-per-node", "0"), 64, "at least one rank"),
         (("--nproc-per-node", "many"), 64, "many"),
         (("--nnodes", "2"), 64, "one node"),
-        (("--max-restarts", "few"), 64, "whole number"),
+        (("--max-restarts", "few"), 64, "few"),
         (("--fault-count", "2", "--fault-types", "meteor"), 64, "meteor"),
         (("--fault-count", "2", "--fault-types", "hang,exception", "--fault-type-weights", "1"), 64, "weight"),
         (("--checkpoint-dir", "/proc/none/here"), 78, "/proc/none"),

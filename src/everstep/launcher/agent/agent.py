@@ -28,6 +28,7 @@ from everstep.recovery.core import words, world
 from everstep.telemetry import Telemetry, say
 
 NODE = "node-0"
+MOST_FALSE_STARTS = 3
 STORE_ENTRY = "everstep.store.host:main"
 
 
@@ -55,6 +56,7 @@ class Agent:
         self.ending: words.End | None = None
         self._store: tuple[str, int] | None = None
         self._store_process: Process | None = None
+        self._false_starts = 0
         self._waiting_roster: words.Roster | None = None
         self._draining: int | None = None
         self._due: float | None = None
@@ -305,6 +307,7 @@ class Agent:
         del process, fds
         if message["kind"] == "store.ready":
             self._store = (str(message["host"]), int(message["port"]))
+            self._false_starts = 0
             if self._waiting_roster is not None:
                 self._enter(self._waiting_roster)
         elif message["kind"] == "store.failed":
@@ -314,7 +317,13 @@ class Agent:
         del status
         if self.ending is not None or process is not self._store_process:
             return
-        if not process.expected_end:
+        if self._store is None and not process.expected_end:
+            self._false_starts += 1
+            if self._false_starts == MOST_FALSE_STARTS:
+                text = f"the store's process ended {MOST_FALSE_STARTS} times before it could serve; see what it printed"
+                self._end(words.End(int(ExitCode.CONFIGURATION), text))
+                return
+        elif not process.expected_end:
             self.notice("the store has gone; running groups need none, the next generation gets a new one", "warning")
         self._start_store()
 

@@ -84,8 +84,7 @@ class Loop:
         self._running = False
 
     def run(self) -> None:
-        """Serve until stopped."""
-        self._running = True
+        """Serve until stopped; at once where that has been said before."""
         while self._running:
             self.turn()
 

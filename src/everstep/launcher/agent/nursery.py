@@ -102,6 +102,8 @@ class Nursery:
         """Exec the zygote, before any other descriptor of ours is open (Z4)."""
         kernel.adopt_orphans()
         self.environment = environ.snapshot() | {"EVERSTEP_JOB": self._job}
+        # torch asks for the name of every address that a store's client connects to: a lost packet must not cost 5 s.
+        self.environment.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
         self.environment.setdefault("PYTHONHASHSEED", str(int.from_bytes(os.urandom(4), "little")))  # Z5: one a job
         own = dict.fromkeys(THREAD_VARIABLES, "1") | {
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() makes no CUDA context
