@@ -258,4 +258,4 @@ def _interpreter() -> Iterator[Item]:
 def _cuda_device() -> int:
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         raise Absent("cuda")
-    return torch.cuda.current_device()
+    return int(torch.cuda.current_device())
