@@ -1,7 +1,7 @@
 """What leaves a failed attempt behind: the pieces of this package in the order in which they must come.
 
-Rule 1: frames first (they hold groups), then groups, then the state that groups left, then one collection, then what
-        the attempt started and did not end.
+Rule 1: children first (a data loader that dies waits for its workers), then frames (they hold groups), then groups,
+        then the state that groups left, then one collection, then the threads that nothing holds any more.
 Rule 2: what could not be made as new is named; the caller has this process replaced.
 """
 
@@ -38,21 +38,27 @@ class Cleaning:
             frames.settle()
 
     def abort(self) -> None:
-        """End what the function may be waiting in. Any thread; may come again. Takes milliseconds without NCCL."""
+        """End what the function may be waiting in. Any thread. Takes milliseconds without NCCL.
+
+        A second call in one attempt is the answer to clean-up that stands still: children started inside go as well.
+        """
+        again = self._aborted is not None
         self._aborted = self.communication.abort(self._abort_s)
+        if again and self._leftovers is not None:
+            self._leftovers.kill_children()
 
     def clean(self, error: BaseException | None) -> tuple[str, ...]:
         """Make this process as good as new; name what differs. Main thread, the function is off the stack."""
         if self._baseline is None or self._leftovers is None:
             raise RuntimeError("begin() comes before the function's first call: it notes what 'as new' means")
-        frames.drop(error)
         if self._aborted is None:
             self.abort()
+        self.killed = self._leftovers.kill_children()
+        frames.drop(error)
         self.communication.finish()
         self.meeting.leave()
         reset.restore(self._baseline)
         gc.collect()
-        self.killed = self._leftovers.kill_children()
         stayed = self._leftovers.threads(self._threads_s)
         aborted, self._aborted = self._aborted, None
         late = aborted.late + aborted.failed if aborted is not None else ()

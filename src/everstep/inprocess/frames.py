@@ -12,10 +12,12 @@ Rule 3: a thread cannot be killed. One that outlives its grace is named, and the
 import contextlib
 import gc
 import os
+import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import psutil
@@ -99,15 +101,16 @@ class Leftovers:
     def kill_children(self) -> tuple[str, ...]:
         """Kill what was started since, and the children of those; name them."""
         killed: list[str] = []
-        for child in _children():
-            with contextlib.suppress(psutil.Error):
-                if (child.pid, child.create_time()) in self._children or _lasts(child):
-                    continue
-                name = f"{child.name()} {child.pid}"
-                child.kill()
-                killed.append(name)
-        if killed:
-            self._reap()
+        with _unheard_deaths():
+            for child in _children():
+                with contextlib.suppress(psutil.Error):
+                    if (child.pid, child.create_time()) in self._children or _lasts(child):
+                        continue
+                    name = f"{child.name()} {child.pid}"
+                    child.kill()
+                    killed.append(name)
+            if killed:
+                self._reap()
         return tuple(killed)
 
     def threads(self, grace_s: float) -> tuple[str, ...]:
@@ -135,6 +138,22 @@ class Leftovers:
         with contextlib.suppress(psutil.Error):
             return (child.pid, child.create_time()) in self._children or _lasts(child)
         return True
+
+
+@contextmanager
+def _unheard_deaths() -> Generator[None]:
+    """Keep handlers of SIGCHLD out: torch's raises in the main thread when a data loader's worker is killed.
+
+    It says nothing of children that were reaped meanwhile. Handlers belong to the main thread: elsewhere they stay.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
 
 
 def _children() -> list[psutil.Process]:
