@@ -8,9 +8,12 @@ Rule 1: what is severed is known by what it is: an epoll set that appeared while
         TCP socket in it (gloo), a connection that we opened for this generation (store).
 Rule 2: `abort` touches no bookkeeping of torch; the main thread does that in `finish`, once it has left the function.
 Rule 3: each step has a deadline. What is late is named in `Aborted`, and the caller replaces the worker.
+Rule 4: a connection to the store that nobody waits in is kept for the next generation: to open one looks names up, and
+        a lost DNS packet costs seconds (seen). A second abort severs it in any case.
 """
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -26,6 +29,18 @@ from everstep.inprocess.sockets import Handle
 from everstep.resources import REGISTRY, Registry, together
 
 _HELPER = "_new_process_group_helper"
+_C10D_FILE = c10d.__file__
+_WAITS_IN_STORE = frozenset(
+    (
+        "init_process_group",
+        "new_group",
+        "_new_group_with_tag",
+        "split_group",
+        "_new_process_group_helper",
+        "_store_based_barrier",
+    )
+)
+"""Functions of c10d that wait in the store, for peers that may never come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +76,7 @@ class _Books:
     stores: set[Handle] = field(default_factory=set[Handle])
     ports: set[int] = field(default_factory=set[int])  # of the stores
     windows: list[_Window] = field(default_factory=list[_Window])
+    aborts: int = 0
 
 
 class Communication:
@@ -116,16 +132,25 @@ class Communication:
                 self._settle(window)
                 self._books.windows.remove(window)
 
+    def adopt(self, port: int, fd: int) -> None:
+        """A connection to the store, opened earlier, serves this generation too."""
+        with self._lock:
+            self._books.ports.add(port)
+            self._books.stores |= {handle for at, handle in sockets.sockets().items() if at == fd}
+
     def abort(self, deadline_s: float) -> Aborted:
         """End what this generation communicates with. From any thread; may be called again."""
         began = self._clock.now()
+        enders = nccl.enders()
         with self._lock:
             for window in self._books.windows:
                 self._settle(window)
             groups, stores = dict(self._books.sets), {h.inode: h for h in self._books.stores}
+            waited_in = bool(self._books.windows or self._books.aborts or enders) or _waits_in_store()
+            self._books.aborts += 1
         severed = sum(_sever_set(epoll, listeners) for epoll, listeners in groups.items())
-        cut = sum(sockets.sever(handle) for handle in stores.values())
-        enders = nccl.enders() | self._registry.enders()
+        cut = sum(sockets.sever(handle) for handle in stores.values()) if waited_in else 0
+        enders |= self._registry.enders()
         ended = together(enders, deadline_s, self._clock) if enders else None
         backends, late, failed = (ended.ended, ended.late, ended.failed) if ended else ((), (), ())
         return Aborted(severed, cut, backends, late, failed, self._clock.now() - began)
@@ -140,6 +165,7 @@ class Communication:
                 self._books.sets.clear()
                 self._books.stores.clear()
                 self._books.ports.clear()
+                self._books.aborts = 0
 
     def _open_window(self) -> _Window:
         return _Window(sockets.epoll_sets(), frozenset(sockets.sockets().values()))
@@ -159,3 +185,13 @@ def _sever_set(epoll: int, listeners: frozenset[Handle]) -> int:
     """Sever the connections of one device, if the descriptor is still that device's: it holds the same listener."""
     present = sockets.members(epoll)
     return sum(sockets.sever(handle) for handle in present) if listeners & present else 0
+
+
+def _waits_in_store() -> bool:
+    """Tell whether the main thread is inside a call of c10d that waits for peers in the store."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_code.co_filename == _C10D_FILE and frame.f_code.co_name in _WAITS_IN_STORE:
+            return True
+        frame = frame.f_back
+    return False

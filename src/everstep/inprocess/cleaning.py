@@ -71,5 +71,5 @@ class Cleaning:
     def close(self) -> None:
         """The wrapped call is over: take the groups down and give c10d back."""
         self.communication.finish()
-        self.meeting.leave()
+        self.meeting.close()
         self.communication.unwatch()

@@ -5,7 +5,8 @@ E12: old addresses, then a failed mesh). While a generation is entered, ours ser
 
 Rule 1: each generation has the prefix `epoch/generation`; a second default group within it has a prefix of its own too.
 Rule 2: each connection is opened inside `Communication.opening`, so that abort finds and severs it, half-open or not.
-Rule 3: opening is bounded, and begins with a probe that a signal ends (P1); torch's own constructor comes after it.
+Rule 3: a connection that the last generation left in step is taken up again; what was severed is not.
+Rule 4: opening is bounded, and begins with a probe that a signal ends (P1); torch's own constructor comes after it.
 """
 
 import importlib
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from everstep.inprocess.abort import Communication
 from everstep.store.connection import OPEN_S, Connection
+from everstep.store.probe import probe
 
 GROUP_S = 1800.0
 """Until a group's own calls give up. Faults are noticed by others, far earlier."""
@@ -65,6 +67,7 @@ class Meeting:
         self._lock = threading.Lock()
         self._place: Place | None = None
         self._opened: list[Connection] = []
+        self._kept: Connection | None = None
 
     @contextmanager
     def entered(self, place: Place) -> Generator[None]:
@@ -91,8 +94,7 @@ class Meeting:
         """Open a connection of this generation's own; return the store that its next group meets on."""
         place = self._present()
         host, port = place.store
-        with self._communication.opening(port):
-            connection = Connection.open(host, port, self._open_s)
+        connection = self._take(host, port) or self._connect(host, port)
         with self._lock:
             number = len(self._opened)
             self._opened.append(connection)
@@ -102,11 +104,37 @@ class Meeting:
         return dist.PrefixStore(prefix, client)
 
     def leave(self) -> None:
-        """Let go of the generation's connections. Main thread, its groups are gone."""
+        """Let go of the generation's connections, but for one that may serve the next. Main thread, groups are gone."""
         with self._lock:
             opened, self._opened = self._opened, []
         for connection in opened:
-            connection.close()
+            if self._kept is None and connection.in_step():
+                self._kept = connection
+            else:
+                connection.close()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.leave()
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
+
+    def _take(self, host: str, port: int) -> Connection | None:
+        """Return the connection that the last generation left, if it leads to this store and the store answers."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return None
+        if (kept.host, kept.port) == (host, port) and kept.in_step():
+            probe(host, port, self._open_s)
+            self._communication.adopt(port, kept.fileno())
+            return kept
+        kept.close()
+        return None
+
+    def _connect(self, host: str, port: int) -> Connection:
+        with self._communication.opening(port):
+            return Connection.open(host, port, self._open_s)
 
     def _present(self) -> Place:
         if self._place is None:

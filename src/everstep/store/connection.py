@@ -80,6 +80,23 @@ class Connection:
             with contextlib.suppress(OSError):
                 line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(0))
 
+    def in_step(self) -> bool:
+        """Tell whether the connection is open and no answer is under way, so that it can serve somebody else."""
+        with self._lock:
+            if self.severed or self._socket is None:
+                return False
+            try:
+                self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+        return False  # the end of the line, or an answer that nobody has read
+
+    def fileno(self) -> int:
+        """Our descriptor of the connection, -1 when it is closed."""
+        return -1 if self._socket is None else self._socket.fileno()
+
     def close(self) -> None:
         """Sever it, and let go of our descriptor and of the client."""
         self.sever()

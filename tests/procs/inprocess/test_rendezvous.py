@@ -83,6 +83,46 @@ def test_a_second_default_group_has_a_prefix_of_its_own(forks):
     assert forks.run(two_groups_in_one_generation) == [[2.0, 2.0, 2.0, 4.0, 2]] * 2
 
 
+def what_becomes_of_the_connection(rank, port, phase):
+    """Two generations; the store's connection of the first, by inode, and that of the second."""
+    import torch
+    import torch.distributed as dist
+    from small import At, Small
+
+    from everstep.inprocess import sockets
+
+    small, seen = Small(), []
+
+    def note():
+        opened = small.cleaning.meeting._opened[-1].fileno()
+        seen.append(sockets.sockets()[opened].inode)
+
+    def attempt(stand):
+        if stand and phase == "init_process_group" and rank:
+            small.ready.set()
+            time.sleep(60)
+        small.ready.set()
+        dist.init_process_group("gloo")
+        note()
+        if stand and rank:
+            time.sleep(60)
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        return one.item()
+
+    small.stop(At(0, rank, 2, ("127.0.0.1", port)), lambda: attempt(True), after_s=0.5)
+    told = small.run(At(1, rank, 2, ("127.0.0.1", port)), lambda: attempt(False))
+    small.cleaning.close()
+    return [told, seen[0] == seen[-1] and len(seen) > 1]
+
+
+@pytest.mark.parametrize(("phase", "kept"), [("all_reduce", True), ("init_process_group", False)])
+def test_a_connection_that_nobody_waited_in_is_taken_up_again(forks, phase, kept):
+    first, second = forks.run(what_becomes_of_the_connection, phase=phase)
+    assert first == [2.0, kept]
+    assert second[0] == 2.0
+
+
 def outside_and_inside(rank, port):
     """Before and after the call, `env://` is torch's own."""
     from torch.distributed import distributed_c10d as c10d
@@ -97,7 +137,7 @@ def outside_and_inside(rank, port):
         inside = table["env"]
         c10d.init_process_group("gloo")
         c10d.destroy_process_group()
-    meeting.leave()
+    meeting.close()
     return [inside != before, table["env"] is before]
 
 
