@@ -56,6 +56,10 @@ class Assignment:
 class Cleaner(Protocol):
     """What leaves a failed attempt behind and makes this process as good as new."""
 
+    def begin(self) -> None:
+        """Main thread, our threads are running, the function has not been called yet: note what "as new" means."""
+        ...
+
     def abort(self) -> None:
         """End what the function may be waiting in. Any thread; must not block for long."""
         ...
@@ -113,6 +117,7 @@ class Caller:
         ticker = threading.Thread(target=self._tick, args=(interrupter, cleaner), name="everstep-ticker", daemon=True)
         ticker.start()
         try:
+            cleaner.begin()
             return self._generations(body, interrupter, cleaner)
         finally:
             self._over.set()
@@ -132,6 +137,7 @@ class Caller:
                 self._wait_for(Phase.DONE, Phase.CHECKING)
             if self._phase() is Phase.CHECKING:
                 self._clean(error, cleaner)
+            error = None  # it holds the frames, and they the model (IR-01)
         if self._exit is not None:
             raise self._exit
         return result[0]

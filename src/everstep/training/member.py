@@ -2,11 +2,9 @@
 
 import contextlib
 from collections.abc import Generator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from everstep.checkpoint.intent_client import IntentClient
 from everstep.checkpoint.snapshot import Snapshotter
@@ -14,8 +12,8 @@ from everstep.clock import Clock
 from everstep.events import Category, Event, SpanClosed, SpanOpened, StepValues
 from everstep.faults import hooks as faults
 from everstep.faults.calls import Calls
-from everstep.inprocess.abort import Communication
 from everstep.inprocess.call import Assignment
+from everstep.inprocess.cleaning import Cleaning
 from everstep.inprocess.interrupt import Interrupter
 from everstep.process.page import Phase
 from everstep.recovery.session import Session
@@ -23,10 +21,6 @@ from everstep.training.alone import device_of
 from everstep.training.keeper import Keeper
 from everstep.training.parts import Faults, NoFaults
 from everstep.training.run import Run
-
-ABORT_DEADLINE_S = 3.0
-GROUP_TIMEOUT = timedelta(minutes=30)
-"""Of the groups themselves: our own limits end what hangs long before."""
 
 
 class Ours:
@@ -38,8 +32,7 @@ class Ours:
         self._snapshotter = Snapshotter(session.send, clock=session.clock)
         self._intents = IntentClient(session.send)
         self._calls = Calls(session.send)
-        self._communication = Communication(clock=session.clock)
-        self._communication.watch()
+        self._cleaning = Cleaning(clock=session.clock)
         session.on("snapshot", self._snapshotter.on_message)
         session.on("disk", self._heard_disk)
         session.on("fault", self._heard_fault)
@@ -59,26 +52,24 @@ class Ours:
         self._snapshotter.begin(rank, world, assignment.companions.get("snapshot", {}))
         keeper = Keeper(assignment, self._snapshotter, self._intents, session.telemetry, session.clock)
         parts = MemberParts(session, self.interrupter, assignment, self._backend, keeper, self._calls)
-        with self._communication.opening(assignment.store[1]):
-            store = dist.TCPStore(*assignment.store, is_master=False, timeout=GROUP_TIMEOUT)
-        prefix = f"{assignment.epoch}/{assignment.generation}"
-        dist.init_process_group(
-            self._backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=world, timeout=GROUP_TIMEOUT
-        )
-        parts.open_setup()
-        yield Run(parts, rank=rank, world_size=world, local_rank=rank, generation=assignment.generation)
+        with self._cleaning.meeting.entered(assignment):
+            self._cleaning.meeting.init_process_group(self._backend)
+            parts.open_setup()
+            yield Run(parts, rank=rank, world_size=world, local_rank=rank, generation=assignment.generation)
+
+    def begin(self) -> None:
+        """See `Cleaner.begin`."""
+        self._cleaning.begin()
 
     def abort(self) -> None:
         """See `Cleaner.abort`: what is late is seen when the function does not leave, and the worker replaced."""
-        self._communication.abort(ABORT_DEADLINE_S)
+        self._cleaning.abort()
 
     def clean(self, error: BaseException | None) -> tuple[str, ...]:
         """See `Cleaner.clean`."""
-        del error
         self._snapshotter.settle()
         self._intents.rewound(0)  # intents of the next generation come after its assignment
-        self._communication.finish()
-        return ()
+        return self._cleaning.clean(error)
 
     def tick(self) -> None:
         """See `Cleaner.tick`: seal what the device has copied."""
@@ -86,8 +77,7 @@ class Ours:
 
     def close(self) -> None:
         """The call is over: take the groups down."""
-        self._communication.finish()
-        self._communication.unwatch()
+        self._cleaning.close()
         self._snapshotter.close()
 
 
