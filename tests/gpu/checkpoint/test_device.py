@@ -144,8 +144,8 @@ def figures() -> None:
         snapshotter = rig.enter()
         snapshotter.bind(state)
         recovered = snapshotter.restore()
-        print(f"  a successor: bind {SYSTEM.now() - begun - recovered.seconds:.2f} s, "
-              f"restore {recovered.seconds:.2f} s, {recovered.bytes / recovered.seconds / 1e9:.1f} GB/s", flush=True)  # fmt: skip
+        bound, rate = SYSTEM.now() - begun - recovered.seconds, recovered.bytes / recovered.seconds / 1e9
+        print(f"  a successor: bind {bound:.2f} s, restore {recovered.seconds:.2f} s, {rate:.1f} GB/s", flush=True)
         rig.close()
 
 
