@@ -196,9 +196,10 @@ def _sharding(value: DTensor, path: str) -> dict[str, Any]:
         raise TypeError(f"{path} is a DTensor with a partial placement: its value is a sum over ranks that has not "
                         "been made. Redistribute it first.")  # fmt: skip
     shape, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    if tuple(shape) != tuple(value.to_local().shape):
-        raise TypeError(f"{path}: this rank's shard has the shape {tuple(value.to_local().shape)} where its placements "
-                        f"{value.placements} say {tuple(shape)}. Such a layout is not supported.")  # fmt: skip
+    local = tuple(local_of(value).shape)
+    if tuple(shape) != local:  # so also where a mesh of a former generation has crept in from a cache of DTensor
+        raise TypeError(f"{path}: this rank's shard has the shape {local} where its placements {value.placements} say "
+                        f"{tuple(shape)}. Such a layout is not supported.")  # fmt: skip
     whole = tuple(value.shape)
     return {
         "global_shape": None if whole == tuple(shape) else whole,
