@@ -93,7 +93,7 @@ def _down_to(depth: Read, pop: Callable[[], object]) -> Write:
     """Set a stack by taking off what was left on it; what was taken off by the function is not put back."""
 
     def write(target: int) -> None:
-        while depth() > target:
+        for _ in range(int(depth()) - int(target)):
             pop()
 
     return write
@@ -109,10 +109,19 @@ def _modes() -> Iterator[Item]:
     pop = "_functorch.pop_dynamic_layer_stack_and_undo_to_depth"
     yield Item("transform stack", transforms, lambda depth: find(_C, pop)(depth))
     yield Item("function mode stack", functions, _down_to(functions, lambda: find(_C, "_pop_torch_function_stack")()))
-    yield Item("dispatch mode stack", dispatches, _down_to(dispatches, lambda: find(_C, "_pop_torch_dispatch_stack")()))
+    yield Item("dispatch mode stack", dispatches, _down_to(dispatches, _pop_dispatch))
     yield Item("function override", lambda: find(_C, "_is_torch_function_enabled")(), _set_function_override)
     yield Item("default device", _default_device, _set_default_device)
     yield _attribute("current device mode", "torch.utils._device", "CURRENT_DEVICE", None)
+
+
+def _pop_dispatch() -> None:
+    """Take off a user's mode, or else torch's own three (functional, proxy, fake), which have places of their own."""
+    try:
+        find(_C, "_pop_torch_dispatch_stack")(None)
+    except (RuntimeError, AssertionError):
+        for name in ("FUNCTIONAL", "PROXY", "FAKE"):
+            find(_C, "_unset_dispatch_mode")(find(_C, f"_TorchDispatchModeKey.{name}"))
 
 
 def _default_device() -> Any:
@@ -200,9 +209,17 @@ def _precisions() -> Iterator[Item]:
     for backend, operation in (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")):
         yield Item(
             f"precision {backend} {operation}",
-            partial(find(_C, "_get_fp32_precision_getter"), backend, operation),
-            partial(find(_C, "_set_fp32_precision_setter"), backend, operation),
+            partial(_get_precision, backend, operation),
+            partial(_set_precision, backend, operation),
         )
+
+
+def _get_precision(backend: str, operation: str) -> Any:
+    return find(_C, "_get_fp32_precision_getter")(backend, operation)
+
+
+def _set_precision(backend: str, operation: str, value: Any) -> None:
+    find(_C, "_set_fp32_precision_setter")(backend, operation, value)
 
 
 def _deterministic() -> tuple[bool, bool]:
