@@ -125,7 +125,7 @@ class Shelf:
             case "snapshot.hold":
                 self._offered[rank].add(message["buffer"])
             case "snapshot.outgrown":
-                for number in message["sets"]:
+                for number in self._sets.keys() & message["sets"]:
                     self._sets[number].retired = True
                 self._forget_retired()
             case "snapshot.damaged":

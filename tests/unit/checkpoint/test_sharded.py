@@ -125,3 +125,27 @@ def test_a_model_left_whole_by_an_evaluation_is_walked_by_its_shards(as_rank):
     assert not isinstance(sharded[2].weight, DTensor)  # the root stays whole after a forward without a backward
     assert walk.collect()[0].section("model") == before.section("model")
     assert isinstance(sharded[2].weight, DTensor)
+
+
+def test_ddp_s_parameters_are_replicas_and_its_buffers_each_rank_s_own(as_rank):
+    """BatchNorm's statistics differ from rank to rank between two forwards, whoever broadcasts them later."""
+    as_rank(1, 2)
+    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    wrapped = nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1, momentum=0.9)
+    for parameter in wrapped.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    layout = StateWalk({"model": wrapped, "optimizer": optimizer}, rank=1, world_size=2).collect()[0]
+    facts = {leaf.path: (leaf.replicated, leaf.per_rank) for leaf in layout.leaves()}
+    assert facts["model/0.weight"] == facts["optimizer/state/0.weight/momentum_buffer"] == (True, False)
+    assert facts["model/1.running_mean"] == facts["rng/torch"] == (False, True)
+    assert set(layout.section("model").tree) == set(inner.state_dict())
+
+
+def test_fsdp1_is_refused_with_what_to_use_instead():
+    class FullyShardedDataParallel(nn.Module):
+        """Known by its name, so that its module need not be imported."""
+
+    with pytest.raises(TypeError, match=r"FSDP1 .* Use fully_shard"):
+        StateWalk({"model": nn.Sequential(FullyShardedDataParallel())})

@@ -258,6 +258,26 @@ def test_any_scheduler_goes_on_exactly(scheduler, keep):
     assert keep(resumed) == keep(twin)
 
 
+def test_a_scaler_goes_on_exactly(keep):
+    def scaled(scaler: torch.amp.GradScaler, steps: int) -> float:
+        for n in range(steps):
+            parameter = nn.Parameter(torch.ones(1))
+            optimizer = torch.optim.SGD([parameter], 0.1)
+            scaler.scale((parameter * (math.inf if n == 1 else 1)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
+
+    twin = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    scaled(twin, 3)
+    kept = keep({"scaler": twin})
+    resumed = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    kept.restore(StateWalk({"scaler": resumed}))
+    assert resumed.get_scale() == 2.0
+    assert scaled(resumed, 5) == scaled(twin, 5)
+    assert keep({"scaler": resumed}) == keep({"scaler": twin})
+
+
 def test_an_empty_optimizer_state_really_empties_a_stepped_one(keep):
     fresh = build("AdamW amsgrad")
     kept = keep(fresh)
