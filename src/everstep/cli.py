@@ -7,12 +7,11 @@ import argparse
 import importlib
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from everstep import __version__, environ
-from everstep.checkpoint.core.plan import Committed
 from everstep.checkpoint.disk import Disk
 from everstep.checkpoint.shelf import Shelf
 from everstep.errors import EverstepError, ExitCode, UsageError
@@ -64,13 +63,12 @@ def riders(config: LaunchConfig, run_dir: Path) -> Riders:
         return riding
     given = config.flags
     cap = given.get("snapshot_memory")
-    shelf = Shelf(cap_bytes=None if cap is None else bytes_of(str(cap)), readers=1, older=lambda: older())
-    older: Callable[[], Sequence[Committed]] = tuple
-    directory = given.get("checkpoint_dir") or environ.get("EVERSTEP_CHECKPOINT_DIR")
+    shelf = Shelf(cap_bytes=None if cap is None else bytes_of(str(cap)), readers=1)
     riding.companions.append(shelf)
+    directory = given.get("checkpoint_dir") or environ.get("EVERSTEP_CHECKPOINT_DIR")
     if directory is not None:
         disk = Disk(str(directory), _interval(given.get("checkpoint_interval")), shelf, int(given["checkpoint_keep"]))
-        older = disk.committed
+        shelf.older = disk.committed
         riding.companions.append(disk)
     request = faults.request_from(argparse.Namespace(**given))
     if request is not None:

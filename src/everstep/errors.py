@@ -67,6 +67,8 @@ class DamagedCheckpoint(CheckpointError):
 class StateMismatch(EverstepError):
     """Saved state does not fit the objects it is to be restored into; the message names the keys."""
 
+    exit_code = ExitCode.CONFIGURATION
+
 
 class StoreError(EverstepError):
     """The store refused a call, is gone, or its reply cannot be trusted."""

@@ -61,6 +61,10 @@ class State:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its files; twice does no harm."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from everstep import environ
 from everstep.clock import Clock
-from everstep.errors import UsageError
+from everstep.errors import EverstepError, ExitCode, UsageError
 from everstep.events import Arrived, Category, SpanClosed, SpanOpened, StopBegun
 from everstep.inprocess.core.pursuit import Verdict
 from everstep.inprocess.interrupt import Interrupter, RankShouldRestart
@@ -26,6 +26,7 @@ from everstep.recovery.session import Session
 
 T = TypeVar("T")
 TICK_S = 0.1
+_REFUSALS = (ExitCode.USAGE, ExitCode.CONFIGURATION)
 _DEEPEST = 30
 _PEER_GONE = ("gloo/transport/tcp", "Connection closed by peer", "ncclRemoteError", "NCCL communicator was aborted")
 _WAITS = (f"{os.sep}torch{os.sep}distributed{os.sep}",)
@@ -181,7 +182,14 @@ class Caller:
         if self._phase() is Phase.RUNNING:
             sys.stderr.write("".join(self._printed(error)))
             sys.stderr.flush()
+            if isinstance(error, EverstepError) and error.exit_code in _REFUSALS:
+                self._refuse(error)
         self._step(member.Raised(), error=error)
+
+    def _refuse(self, error: EverstepError) -> None:
+        """What was asked for cannot be done here, now or in the next generation: the job ends with its words."""
+        code = int(error.exit_code)
+        self.session.send({"kind": "world.refused", "code": code, "text": str(error)[:4000]})
 
     def _printed(self, error: BaseException) -> list[str]:
         name = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from everstep.checkpoint.intent_client import IntentClient
 from everstep.checkpoint.load import State, open_checkpoint
-from everstep.checkpoint.snapshot import Snapshotter
+from everstep.checkpoint.snapshot import Recovered, Snapshotter
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, DamagedCheckpoint, UsageError
 from everstep.events import Category, Restored, SpanClosed, SpanOpened
@@ -57,7 +57,10 @@ class Keeper:
                     "everstep.training.Positioned around a sequence."
                 )
             kept |= {LOADER: loader, EPOCHS: self.epochs}
-        self._snapshotter.bind(kept)
+        try:
+            self._snapshotter.bind(kept)
+        except TypeError as error:  # it names the key; a restart would meet it again
+            raise UsageError(str(error)) from error
 
     def _check_disk(self, directory: str | None, interval: int | None) -> None:
         """The agent holds the directory from the start on: what the script asks for must be what it was told."""
@@ -77,23 +80,22 @@ class Keeper:
         """See `parts.Keeper.restore`."""
         source = self._told.get("restore")
         if source is None:
+            self._snapshotter.take(0)  # so that a fault in the first step begins from these very weights
             return 0
         began = self._clock.now()
         self._telemetry.emit(SpanOpened(category=Category.RESTORE.value))
-        recovered = self._snapshotter.restore()
-        size = recovered.bytes if recovered is not None else self._from_disk(source)
-        seconds = self._clock.now() - began
-        step, why = int(source["step"]), str(self._told.get("reason", ""))
-        self._telemetry.emit(Restored(step=step, tier=source["tier"], bytes=size, seconds=seconds, why=why))
+        recovered = self._snapshotter.restore() or self._from_disk(source)
+        seconds, step = self._clock.now() - began, recovered.step
+        self._telemetry.emit(
+            Restored(step=step, tier=recovered.tier, bytes=recovered.bytes, seconds=seconds, why=recovered.why)
+        )
         self._telemetry.emit(SpanClosed(category=Category.RESTORE.value))
         return step
 
-    def _from_disk(self, source: Mapping[str, Any]) -> int:
-        walk = self._snapshotter.walk
-        assert walk is not None
+    def _from_disk(self, source: Mapping[str, Any]) -> Recovered:
         try:
             saved = self._saved = open_checkpoint(source["path"], self._rank, self._world_size)
-            return walk.restore(saved.layout, saved.bytes_of)
+            return self._snapshotter.restore_from(int(source["step"]), source["tier"], saved.layout, saved.bytes_of)
         except DamagedCheckpoint as error:
             self._intents.damaged(int(source["step"]), str(error))
             raise
@@ -102,9 +104,8 @@ class Keeper:
         """See `parts.Keeper.restore_randomness`."""
         self._snapshotter.restore_generators()
         saved, self._saved = self._saved, None
-        if saved is not None and self._snapshotter.walk is not None:
-            with saved:
-                self._snapshotter.walk.restore_generators(saved.layout, saved.bytes_of)
+        if saved is not None:
+            saved.close()
 
     def take(self, step: int) -> None:
         """See `parts.Keeper.take`."""

@@ -56,6 +56,7 @@ class Ours:
             self._cleaning.meeting.init_process_group(self._backend)
             parts.open_setup()
             yield Run(parts, rank=rank, world_size=world, local_rank=rank, generation=assignment.generation)
+            self._snapshotter.settle()  # whole before this rank says that it has completed
 
     def begin(self) -> None:
         """See `Cleaner.begin`."""

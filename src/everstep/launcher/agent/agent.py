@@ -186,6 +186,10 @@ class Agent:
         text = f"rank {worker.rank}: {message['text']}, code {message['code']}"
         self.tell(words.EndRequested(int(ExitCode.FAILED), text))
 
+    def _on_refused(self, worker: Worker, message: Mapping[str, Any]) -> None:
+        """What the script asked for cannot be done here; a restart would meet the same."""
+        self.tell(words.EndRequested(int(message["code"]), f"rank {worker.rank}: {message['text']}"))
+
     def _on_script_failed(self, worker: Worker, message: Mapping[str, Any]) -> None:
         """Its traceback stands on the console; a script that cannot even begin is not begun again."""
         hopeless = message["hopeless"] and worker.attempt == 0
