@@ -65,7 +65,7 @@ class Disk:
         self._keep = keep
         self._shelf = shelf
         self._claim = Claim(directory)
-        self.directory = self._claim.directory
+        self.directory, self._given = self._claim.directory, directory
         self._save: commit.Save | None = None
         self._lineage = (0, 0)
         self._buffers: dict[int, int] = {}
@@ -164,7 +164,8 @@ class Disk:
         self._plan = intents.rewind(self._plan, max(0, began.parent) if began else 0)
         self._running, self._final_tried = True, False
         self._next()
-        return {m.rank: {"directory": self.directory, "interval": self._plan.interval} for m in roster.members}
+        told = {"directory": self.directory, "given": self._given, "interval": self._plan.interval}
+        return {m.rank: told for m in roster.members}
 
     def on_tick(self, now: float) -> None:
         """See `Companion.on_tick`."""
