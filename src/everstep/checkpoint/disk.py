@@ -77,6 +77,7 @@ class Disk:
         self._problems: list[str] = []
         self._running = False  # a generation is under way
         self._final_tried = False
+        self._writers_begun: Writers | None = None
 
     def start(self, host: Host) -> None:
         """See `Companion.start`."""
@@ -84,12 +85,8 @@ class Disk:
         swept = self._claim.take(host.run_dir)
         for text in swept:
             self._notice(text.removeprefix("warning: "), "warning" if text.startswith("warning: ") else "info")
-        self._writers = Writers(host, self.directory, self._claim.fd)
-        try:
-            self._take_stock(host.world_size)
-        except ConfigurationError:
-            self._claim.close()
-            raise
+        self._take_stock(host.world_size)
+        self._writers_begun = Writers(host, self.directory, self._claim.fd)
         self._writers.start()
 
     def committed(self) -> Sequence[Committed]:
@@ -204,9 +201,15 @@ class Disk:
         return tuple(self._problems)
 
     def close(self) -> None:
-        """See `Companion.close`."""
-        self._writers.close()
+        """See `Companion.close`. Also after a start that was refused."""
+        if self._writers_begun is not None:
+            self._writers.close()
         self._claim.close()
+
+    @property
+    def _writers(self) -> Writers:
+        assert self._writers_begun is not None, "start() comes first"
+        return self._writers_begun
 
     # stock of the directory
 

@@ -17,6 +17,7 @@ from everstep.checkpoint.fileops import FileOps
 from everstep.checkpoint.intent_client import IntentClient
 from everstep.checkpoint.scribe import Scribe
 from everstep.clock import SYSTEM, Clock
+from everstep.errors import EverstepError
 from everstep.events import Event, Notice, TierEvent
 from everstep.recovery.api import Child, Message
 from everstep.recovery.core.words import Incarnation, Member, Roster
@@ -148,7 +149,11 @@ class DiskBench:
         self.shelf = BenchShelf(world_size)
         self.disk = Disk(directory, interval, self.shelf, keep)
         self.clients = [self._client(rank) for rank in range(world_size)]
-        self.disk.start(self)
+        try:
+            self.disk.start(self)
+        except EverstepError:
+            self.disk.close()  # as the agent does
+            raise
 
     def _client(self, rank: int) -> IntentClient:
         return IntentClient(lambda message: self.disk.on_message(rank, message, ()))

@@ -1,0 +1,142 @@
+"""The disk tier under `everstep run`: restarts of the whole job, killed writers and agents, disks that go away."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from everstep.checkpoint import catalog
+from everstep.clock import SYSTEM
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
+SCRIPT = Path(__file__).with_name("job_script.py")
+LIMIT_S = 90
+
+
+class Job:
+    """One `everstep run` of two ranks."""
+
+    def __init__(self, tmp_path, name, steps, *, pause_s=0.0, interval=10, directory="ckpt"):
+        self.run, self.losses = tmp_path / name, tmp_path / f"{name}.losses"
+        flags = ["--nproc-per-node", "2", "--spares", "0", "--run-dir", str(self.run)]
+        flags += ["--checkpoint-dir", str(tmp_path / directory), "--checkpoint-interval", str(interval)]
+        command = [sys.executable, "-m", "everstep.cli", "run", *flags, str(SCRIPT), str(steps), str(pause_s)]
+        self.process = subprocess.Popen(
+            [*command, str(self.losses)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def end(self):
+        """Wait; return exit code and what was printed."""
+        told, _ = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, told
+
+    def events(self, kind):
+        """Events of that kind so far."""
+        lines = [line for path in self.run.glob("events/*.jsonl") for line in path.read_text().splitlines() if line]
+        found = [json.loads(line) for line in lines if line.endswith("}}")]
+        return [one["is"] for one in found if one["event"] == kind]
+
+    def tiers(self, what):
+        return [e["step"] for e in self.events("TierEvent") if e["tier"] == "disk" and e["what"] == what]
+
+    def until(self, ready):
+        """Wait until something is so."""
+        deadline = SYSTEM.now() + LIMIT_S
+        while not ready():
+            assert self.process.poll() is None, self.process.stdout.read()
+            assert SYSTEM.now() < deadline, "it does not come to that"
+            SYSTEM.sleep(0.02)
+
+    def writers(self):
+        """Process ids of the writers, by name, newest last."""
+        return {e["name"]: e["child_pid"] for e in self.events("ProcessStarted") if e["name"].startswith("writer")}
+
+    def losses_by_step(self):
+        rows = [line.split() for line in self.losses.read_text().splitlines()]
+        return {(int(rank), int(step)): loss for rank, step, loss, _ in rows}
+
+    def kill(self):
+        """The agent is gone; so are all of its processes within two seconds."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.communicate()
+        _, alive = psutil.wait_procs(family, timeout=5.0)
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def steps_in(path):
+    return [found.step for found in catalog.scan(str(path))]
+
+
+def test_a_job_begun_again_from_disk_is_the_job_that_was_never_ended(tmp_path):
+    whole = Job(tmp_path, "whole", 34, directory="ckpt-whole")
+    assert whole.end()[0] == 0
+    first = Job(tmp_path, "first", 17)
+    assert first.end()[0] == 0
+    assert steps_in(tmp_path / "ckpt") == [17, 10]
+    second = Job(tmp_path, "second", 34)
+    assert second.end()[0] == 0
+    assert [(e["step"], e["tier"]) for e in second.events("Restored")] == [(17, "disk")] * 2
+    together = first.losses_by_step() | second.losses_by_step()
+    assert together == whole.losses_by_step()
+    assert min(step for _, step in second.losses_by_step()) == 18
+    assert steps_in(tmp_path / "ckpt") == [34, 30]
+    assert not [name for name in os.listdir(tmp_path / "ckpt") if not name.startswith("step-")]
+
+
+def test_killed_writers_are_replaced_and_the_saves_go_on(tmp_path):
+    job = Job(tmp_path, "run", 150, pause_s=0.02)
+    job.until(lambda: job.tiers("committed"))
+    before = job.writers()
+    for pid in before.values():
+        os.kill(pid, signal.SIGKILL)
+    code, told = job.end()
+    assert "another takes its place" in told
+    after = job.writers()
+    assert after.keys() == before.keys()
+    assert not set(after.values()) & set(before.values())
+    assert steps_in(tmp_path / "ckpt")[0] == 150
+    assert (code == 0) == (job.tiers("failed") == []), told
+    assert len({line.split()[3] for line in job.losses.read_text().splitlines()}) == 2, "the ranks never stopped"
+
+
+def test_a_directory_that_goes_away_fails_saves_by_name_and_in_the_exit_status(tmp_path):
+    """CS-37: nobody but the agent asks; the job trains to its end, and its exit says what was not saved."""
+    job = Job(tmp_path, "run", 60, pause_s=0.02)
+    job.until(lambda: job.tiers("committed"))
+    shutil.rmtree(tmp_path / "ckpt")
+    (tmp_path / "ckpt").touch()
+    code, told = job.end()
+    assert code == 1
+    assert "the checkpoint of step 60 was not saved: rank" in told
+    assert "Not a directory" in told
+    assert max(step for _, step in job.losses_by_step()) == 60
+
+
+def test_an_unfit_directory_is_refused_before_any_rank_starts(tmp_path):
+    (tmp_path / "file").touch()
+    job = Job(tmp_path, "run", 10, directory="file/ckpt")
+    code, told = job.end()
+    assert code == 78
+    assert "Give --checkpoint-dir a directory" in told
+    assert not job.losses.exists()
+
+
+def test_after_the_agents_death_the_next_job_sweeps_and_goes_on(tmp_path):
+    job = Job(tmp_path, "run", 5000, pause_s=0.005, interval=2)
+    job.until(lambda: len(job.tiers("committed")) > 3)
+    job.kill()
+    last = max(job.tiers("committed"))
+    newest = steps_in(tmp_path / "ckpt")[0]
+    assert newest >= last
+    again = Job(tmp_path, "again", newest + 20, interval=10)
+    assert again.end()[0] == 0
+    assert {e["step"] for e in again.events("Restored")} == {newest}
+    assert steps_in(tmp_path / "ckpt")[0] == newest + 20
+    assert not [name for name in os.listdir(tmp_path / "ckpt") if not name.startswith("step-")]
