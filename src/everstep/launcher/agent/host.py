@@ -38,6 +38,7 @@ class AgentHost:
     def __init__(self, agent: Owner, companions: Sequence[Companion]) -> None:
         self._agent = agent
         self._companions = {c.prefix: c for c in companions}
+        self._begun: list[Companion] = []
         self._closed = False
         self._holding: list[tuple[int, Message, list[int]]] | None = None
         self.clock: Clock = agent.loop.clock
@@ -82,8 +83,9 @@ class AgentHost:
     # what the agent calls
 
     def start(self) -> None:
-        """Start every companion; the first refusal ends the job."""
+        """Start every companion; the first refusal ends the job. Only what was begun is closed."""
         for companion in self._companions.values():
+            self._begun.append(companion)
             companion.start(OwnHost(self, companion))
 
     def message(self, worker: Worker, prefix: str, message: Message, fds: Sequence[int]) -> None:
@@ -134,7 +136,7 @@ class AgentHost:
     def close(self) -> None:
         """The job is over."""
         self._closed = True
-        for companion in self._companions.values():
+        for companion in self._begun:
             companion.close()
 
 
