@@ -321,3 +321,52 @@ def test_a_frozen_peer_does_not_hold_us(forks):
     frozen, told = forks.outcomes(a_peer_is_frozen, limit_s=5.0)
     assert frozen == {"died": -signal.SIGKILL}
     assert told["value"]["seconds"] < AT_ONCE
+
+
+def a_peer_publishes_and_freezes(rank, port, frozen):
+    """Its address is in the store, its listening socket takes connections, and it never says a word."""
+    import torch.distributed as dist
+
+    class Freezing(dist.Store):
+        """A store that answers nothing after the first address."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def set(self, key, value):
+            self.inner.set(key, value)
+
+        def has_extended_api(self):
+            return False
+
+        def wait(self, *_):
+            time.sleep(3)
+            raise RuntimeError("thawed")
+
+        get = wait
+
+    from small import At, Small
+
+    small = Small()
+    if rank == frozen:
+        inner = dist.PrefixStore("0/0", dist.TCPStore("127.0.0.1", port, None))
+        try:
+            dist.init_process_group("gloo", store=Freezing(inner), rank=rank, world_size=2)
+        except RuntimeError:
+            return None
+
+    def attempt():
+        small.ready.set()
+        dist.init_process_group("gloo")
+
+    small.stop(At(0, rank, 2, ("127.0.0.1", port)), attempt, after_s=1.0)
+    return [small.left_s, list(small.dirt)]
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_mesh_that_a_frozen_peer_never_completes_is_left(forks, frozen):
+    told = forks.run(a_peer_publishes_and_freezes, frozen=frozen)
+    left_s, dirt = told[1 - frozen]
+    assert left_s < AT_ONCE
+    assert dirt == []

@@ -10,6 +10,7 @@ import pytest
 from everstep.recovery.link import Link
 
 pytestmark = pytest.mark.procs
+LONG = (pytest.mark.long, pytest.mark.timeout(300))
 
 SCRIPT = """
 import sys, threading
@@ -62,13 +63,13 @@ def _close(link):
     link.shutdown()
 
 
-@pytest.mark.parametrize("tries", [4, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tries", [4, pytest.param(100, marks=LONG)])
 @pytest.mark.parametrize("wake", [_never, _message, _close], ids=lambda f: f.__name__.strip("_"))
 def test_a_waiting_thread_does_not_spoil_the_exit(wake, tries):
     assert [_end("", wake) for _ in range(tries)] == [0] * tries
 
 
-@pytest.mark.parametrize("tries", [1, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tries", [1, pytest.param(20, marks=LONG)])
 def test_nor_with_torch_and_its_groups(tries):
     imports = (
         "import torch, torch.distributed as dist\n"

@@ -12,6 +12,9 @@ from everstep.inprocess.rendezvous import Meeting
 pytestmark = pytest.mark.procs
 
 
+LONG = (pytest.mark.long, pytest.mark.timeout(300))
+
+
 def many_generations(rank, port, world, rounds):
     """A group, a sub-group, an all-reduce; then abort and clean, as after a fault. Milliseconds for each part."""
     import torch
@@ -44,7 +47,7 @@ def many_generations(rank, port, world, rounds):
 
 @pytest.mark.parametrize(
     ("ranks", "rounds"),
-    [(2, 20), (4, 20), pytest.param(2, 200, marks=pytest.mark.long), pytest.param(4, 200, marks=pytest.mark.long)],
+    [(2, 20), (4, 20), pytest.param(2, 200, marks=LONG), pytest.param(4, 200, marks=LONG)],
 )
 def test_generations_in_a_row(forks, ranks, rounds, record_property):
     told = forks.run(many_generations, ranks=ranks, limit_s=50.0, world=ranks, rounds=rounds)

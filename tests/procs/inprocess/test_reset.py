@@ -9,6 +9,7 @@ import time
 import pytest
 
 pytestmark = pytest.mark.procs
+LONG = (pytest.mark.long, pytest.mark.timeout(300))
 
 
 def changes():
@@ -202,7 +203,7 @@ def hammered(rank, port, hits, seed):
     return [left, lasting]
 
 
-@pytest.mark.parametrize("hits", [300, pytest.param(5000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("hits", [300, pytest.param(5000, marks=LONG)])
 def test_no_interrupt_leaves_autocast_on(forks, hits):
     ((left, lasting),) = forks.run(hammered, ranks=1, hits=hits, seed=3)
     assert left > 0, "the test is to hit the window; E19 saw 22 %"
@@ -229,7 +230,7 @@ def _parts():
     return ", ".join(f"part{n}" for n in range(MODULES))
 
 
-@pytest.mark.parametrize("tries", [40, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tries", [40, pytest.param(500, marks=LONG)])
 def test_no_interrupt_leaves_an_import_half_done(rig, tmp_path, monkeypatch, tries):
     """E18: whatever moment is hit, the modules are whole, or not there at all."""
     monkeypatch.syspath_prepend(str(tmp_path))
