@@ -70,7 +70,9 @@ class Forks:
     """Runs scenarios of several ranks; see zygote.py."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+        lookups = {"RES_OPTIONS": "timeout:1 attempts:1"}  # torch's store looks names up; a lost packet costs 5 s
+        environment = {**os.environ, **threads, **lookups}
         self._zygote = subprocess.Popen(
             [sys.executable, str(Path(__file__).parent / "zygote.py")],
             stdin=subprocess.PIPE,

@@ -370,3 +370,41 @@ def test_a_mesh_that_a_frozen_peer_never_completes_is_left(forks, frozen):
     left_s, dirt = told[1 - frozen]
     assert left_s < AT_ONCE
     assert dirt == []
+
+
+def waits_by_itself(rank, port, what):
+    """The user's own code waits where a first abort does not reach: in the store, or for a child in a `finally`."""
+    import subprocess
+
+    import torch.distributed as dist
+    from small import At, Small
+    from torch.distributed import distributed_c10d as c10d
+
+    small = Small()
+
+    def in_store():
+        dist.init_process_group("gloo")
+        small.ready.set()
+        c10d._get_default_store().wait(["never"], timedelta(seconds=60))
+
+    def for_a_child():
+        child = subprocess.Popen(["sleep", "60"])
+        small.ready.set()
+        try:
+            time.sleep(60)
+        finally:
+            while child.poll() is None:
+                try:
+                    child.wait()
+                except BaseException:
+                    continue
+
+    small.stop(At(0, rank, 1, ("127.0.0.1", port)), in_store if what == "store" else for_a_child)
+    return [small.left_s, list(small.dirt)]
+
+
+@pytest.mark.parametrize("what", ["store", "child"])
+def test_the_second_abort_ends_what_the_first_left(forks, what):
+    ((left_s, dirt),) = forks.run(waits_by_itself, ranks=1, what=what)
+    assert 2.5 < left_s < 5.0
+    assert dirt == []

@@ -118,8 +118,16 @@ PHASES = [
 ]
 
 
+SELDOM = ("all_reduce", "barrier", "sleep")  # the same waits, and what ends them, are in test_abort.py
+
+
 @pytest.mark.parametrize(
-    ("kind", "phase"), [*[("fsdp", phase) for phase in PHASES], ("ddp", "forward"), ("ddp", "backward")]
+    ("kind", "phase"),
+    [
+        *[pytest.param("fsdp", phase, marks=[pytest.mark.long] if phase in SELDOM else []) for phase in PHASES],
+        pytest.param("ddp", "forward", marks=pytest.mark.long),
+        ("ddp", "backward"),
+    ],
 )
 def test_a_survivor_trains_with_a_fresh_process(forks, fresh, phase, kind):
     told = forks.run(two_survivors_and_one_fresh, ranks=3, phase=phase, kind=kind)
