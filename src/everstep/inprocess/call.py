@@ -117,10 +117,12 @@ class Caller:
         self._step(member.Called())
         ticker = threading.Thread(target=self._tick, args=(interrupter, cleaner), name="everstep-ticker", daemon=True)
         ticker.start()
+        unraisable, sys.unraisablehook = sys.unraisablehook, _quiet(sys.unraisablehook)
         try:
             cleaner.begin()
             return self._generations(body, interrupter, cleaner)
         finally:
+            sys.unraisablehook = unraisable
             self._over.set()
             ticker.join()
             interrupter.close()
@@ -314,6 +316,16 @@ class Caller:
             elif verdict is Verdict.REPLACE:
                 text = "it does not leave the function: the interrupt was deferred or swallowed for too long"
                 self.session.send({"kind": "world.replace", "text": text})
+
+
+def _quiet(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Our interrupt is sometimes swallowed by a finalizer (E20) and raised again: nobody need read about the first."""
+
+    def heard(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, RankShouldRestart):
+            hook(unraisable)
+
+    return heard
 
 
 def is_victim(error: BaseException) -> bool:

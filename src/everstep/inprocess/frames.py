@@ -25,6 +25,8 @@ import psutil
 from everstep.clock import SYSTEM, Clock
 
 OURS = "everstep"
+_ForeignThread = threading._DummyThread  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+"""A thread of C++ that once ran Python: autograd's device threads, which stay and cannot be joined."""
 _LASTING = ("tqdm._monitor.TMonitor",)
 """Threads that belong to a library for the life of the process and hold nothing of the function."""
 _LASTING_CHILDREN = ("torch/_inductor/compile_worker", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -122,6 +124,8 @@ class Leftovers:
         return tuple(thread.name for thread in left if thread.is_alive())
 
     def _strange(self, thread: threading.Thread) -> bool:
+        if isinstance(thread, _ForeignThread):
+            return False
         kind = f"{type(thread).__module__}.{type(thread).__qualname__}"
         known = id(thread) in self._threads or thread is threading.current_thread()
         return not known and not thread.name.startswith(OURS) and kind not in _LASTING

@@ -186,6 +186,10 @@ def main(argv: list[str]) -> int:
         link.send({"kind": "zygote.refused", "text": trouble, "code": int(ExitCode.CONFIGURATION)})
         return 0
     kernel.name_process("everstep-zygote")
+    others = kernel.other_threads()
+    if others:
+        text = f"the zygote has threads beside its own ({', '.join(others)}); a fork may find their locks held (Z1)"
+        link.send({"kind": "zygote.notice", "text": text})
     link.send({"kind": "zygote.ready", "preloaded": loaded})
     from everstep.launcher import birth  # noqa: PLC0415 - brings torch; it is here to be inherited
 

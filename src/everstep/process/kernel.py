@@ -63,6 +63,14 @@ def status(pid: int) -> Status | None:
     )
 
 
+def other_threads() -> list[str]:
+    """The names of this process's threads beside the main one, as the kernel has them."""
+    mine = str(os.getpid())
+    return sorted(
+        Path(f"/proc/self/task/{t}/comm").read_text().strip() for t in os.listdir("/proc/self/task") if t != mine
+    )
+
+
 def processes() -> dict[int, Status]:
     """Every process of this machine that can be seen."""
     found = ((int(name), status(int(name))) for name in os.listdir("/proc") if name.isdigit())

@@ -8,7 +8,8 @@ Rule 1: while it is being handled, it is never raised again before a grace witho
 Rule 2: progress is that a frame which was there from the beginning has gone; steps inside one frame do not count.
 Rule 3: graces double; after the first it is raised again, after the second the things that clean-up may wait for are
         ended too, after the third the worker is given up.
-Rule 4: unheard and swallowed interrupts are repeated after a short settling time; rule 3 bounds that as well.
+Rule 4: unheard and swallowed interrupts are repeated after a short settling time; rule 3 bounds that as well. What is
+        never heard at all is given up after two graces of equal length.
 Rule 5: deferral stops the graces, but has its own limit; past it the worker is given up, not restarted.
 """
 
@@ -76,6 +77,9 @@ class Chase:
 ESCALATION = (Verdict.AGAIN, Verdict.SEVER, Verdict.REPLACE)
 """What follows the first, the second and the third grace without progress."""
 
+UNHEARD_ESCALATION = (Verdict.SEVER, Verdict.REPLACE)
+"""The same while nothing is heard at all; the graces are of equal length."""
+
 Outcome = tuple[Chase, Verdict]
 Rule = Callable[[Chase, Look, float, Patience], Outcome]
 
@@ -142,10 +146,22 @@ def _repeat(chase: Chase, look: Look, now: float, patience: Patience) -> Outcome
     return chase, verdict
 
 
+def _knock(chase: Chase, look: Look, now: float, patience: Patience) -> Outcome:
+    """The thread is inside C++ and nobody there can hear us: a hook on autograd's device thread that hangs (I5), a wait
+    that severing did not end. Its graces do not double: a spare is ready sooner than such a wait ends.
+    """
+    if now - chase.still_s >= patience.grace_s:
+        verdict = UNHEARD_ESCALATION[min(chase.rounds, len(UNHEARD_ESCALATION) - 1)]
+        return replace(chase, rounds=chase.rounds + 1, still_s=now, sent_s=now, raised=look.raised), verdict
+    if now - chase.sent_s >= patience.settle_s:
+        return replace(chase, sent_s=now, raised=look.raised), Verdict.AGAIN
+    return chase, Verdict.KEEP
+
+
 RULES: Mapping[Sight, Rule] = {
     Sight.LEFT: _done,
     Sight.DEFERRED: _defer,
-    Sight.UNHEARD: _repeat,
+    Sight.UNHEARD: _knock,
     Sight.HANDLED: _press,
     Sight.SWALLOWED: _repeat,
 }

@@ -62,7 +62,7 @@ class Agent:
         self._due: float | None = None
         self._inbox: deque[words.Event] = deque()
         self._orders: dict[type, Callable[[Any], None]] = {
-            words.Spawn: lambda command: self.crew.spawn_at_least(command.count),
+            words.Spawn: lambda command: self.crew.spawn(command.count),
             words.Stop: self._stop,
             words.Kill: self._kill,
             words.Report: lambda command: self._report(command.fault),
@@ -98,7 +98,7 @@ class Agent:
             self.host.start()
             self._start_store()
             self.tell(words.Ticked())
-            self.crew.spawn_at_least(self.config.nproc + self.config.spares)
+            self.crew.keep_warm(self.config.nproc + self.config.spares)
             self._tick()
             self.loop.run()
         except EverstepError as error:
@@ -265,7 +265,7 @@ class Agent:
                 worker.process.send({"kind": "world.assigned", **assigned})
         self.host.release()
         self._record(roster, told)
-        self.crew.spawn_at_least(self.config.spares)
+        self.crew.keep_warm(self.config.spares)
 
     def _record(self, roster: words.Roster, told: Mapping[int, Mapping[str, Any]]) -> None:
         restore = (told.get(0, {}).get("snapshot") or {}).get("restore") or {}

@@ -44,10 +44,15 @@ class Crew:
         """All that live or are being born."""
         return iter([*self._by_pid.values(), *self._births])
 
-    def spawn_at_least(self, count: int) -> None:
+    def spawn(self, count: int) -> None:
+        """Have `count` processes on their way to being announced, those already being born included."""
+        for _ in range(max(0, count - sum(1 for w in self._births if not w.process.killed))):
+            self._spawn()
+
+    def keep_warm(self, count: int) -> None:
         """Have `count` processes that wait for a rank, those being born included."""
-        have = sum(1 for w in self._by_pid.values() if not w.begun and not w.process.killed) + len(self._births)
-        for _ in range(max(0, count - have)):
+        waiting = sum(1 for w in self if not w.begun and not w.process.killed)
+        for _ in range(max(0, count - waiting)):
             self._spawn()
 
     def _spawn(self) -> None:
