@@ -127,3 +127,9 @@ def test_max_restarts_counts_the_whole_job(start):
     assert ended.code == 1
     assert "--max-restarts" in ended.err
     assert max(n["step"] for n in ended.of("step")) == 8
+
+
+def test_all_ranks_lost_at_once_with_one_spare_are_all_replaced(start):
+    plan = [("sigkill", 0, 7), ("sigkill", 1, 7)]
+    ended = start(job_text(plan), "--nproc-per-node", "2").ended()
+    check(ended, 2, 20, len(plan))
