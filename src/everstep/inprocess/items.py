@@ -4,9 +4,11 @@ Most of it belongs to context managers written in Python, which an exception bet
 (E19: autocast stayed on in 22 % of interrupts aimed at it); a rank that trains on in bf16 does not look ill.
 
 Rule 1: a name that this version of torch does not have is skipped and listed (`reset.missing`), never an error.
-Rule 2: reading an item changes nothing; setting one to what was read changes nothing.
+Rule 2: reading an item changes nothing. Setting one may touch another (matmul precision sets two backends'): so the
+        table is gone through twice.
 """
 
+import itertools
 import os
 import sys
 import threading
@@ -181,7 +183,6 @@ def _nesting() -> int:
 def _numerics() -> Iterator[Item]:
     yield _pair("default dtype", "get_default_dtype", "set_default_dtype")
     yield _pair("threads", "get_num_threads", "set_num_threads")
-    yield _pair("matmul precision", "get_float32_matmul_precision", "set_float32_matmul_precision")
     yield Item("deterministic algorithms", _deterministic, _set_deterministic)
     yield _pair("fill uninitialized", "_get_deterministic_fill_uninitialized_memory", _SET_FILL, _C)
     for kind in ("enabled", "benchmark", "deterministic"):
@@ -195,9 +196,13 @@ def _numerics() -> Iterator[Item]:
         word = f"cublas_allow_{kind}_reduced_precision_reduction"
         yield _pair(f"{kind} reduction", f"_get_{word}", f"_set_{word}", _C)
     yield from _precisions()
+    yield _pair("matmul precision", "get_float32_matmul_precision", "set_float32_matmul_precision")
 
 
 _SET_FILL = "_set_deterministic_fill_uninitialized_memory"
+
+
+_OPERATIONS = ("matmul", "conv", "rnn")
 
 
 def _precisions() -> Iterator[Item]:
@@ -206,7 +211,7 @@ def _precisions() -> Iterator[Item]:
         yield _pair("cudnn tf32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32", _C)
         yield _pair("cublas tf32", "_get_cublas_allow_tf32", "_set_cublas_allow_tf32", _C)
         return
-    for backend, operation in (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")):
+    for backend, operation in [("generic", "all"), *itertools.product(("cuda", "mkldnn"), ("all", *_OPERATIONS))]:
         yield Item(
             f"precision {backend} {operation}",
             partial(_get_precision, backend, operation),

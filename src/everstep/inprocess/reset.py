@@ -30,7 +30,7 @@ def record() -> Baseline:
     missing: list[str] = []
     for item in _table():
         try:
-            values[item.name] = item.fresh if item.always else item.read()
+            values[item.name] = item.fresh if item.always else _read(item)
         except Absent:
             if item.fresh is UNKNOWN:
                 missing.append(item.name)
@@ -41,10 +41,10 @@ def record() -> Baseline:
 
 def restore(baseline: Baseline) -> tuple[str, ...]:
     """Set what differs, empty what is keyed by dead groups; name what was set. Main thread, function left."""
-    changed: list[str] = []
-    for item in _table():
+    changed: dict[str, None] = {}
+    for item in _table() * 2:  # twice: some can be written only when another has been restored
         if _differs(item, baseline):
-            changed.append(item.name)
+            changed[item.name] = None
             _try(partial(item.write, baseline.values[item.name]))
     for _, empty in groups.caches():
         _try(empty)
@@ -65,9 +65,22 @@ def _differs(item: Item, baseline: Baseline) -> bool:
     if item.name not in baseline.values:
         return False
     try:
-        return bool(item.read() != baseline.values[item.name])
+        return bool(_read(item) != baseline.values[item.name])
     except Absent:
         return False
+
+
+def _read(item: Item) -> Any:
+    """Read an item; that it cannot be read is a value too. Raises Absent alone.
+
+    Torch refuses to tell its matmul precision once its old and its new way of setting it have been mixed.
+    """
+    try:
+        return item.read()
+    except Absent:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever torch objects to: it differs from a fresh process
+        return f"unreadable: {type(error).__name__}"
 
 
 def _try(act: Callable[[], object]) -> None:

@@ -40,6 +40,10 @@ def changes():
         keep.append(torch.nn.utils.parametrize.cached())
         keep[-1].__enter__()
 
+    def mixed():
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+
     def ddp():
         import torch.nn.parallel.distributed as module
 
@@ -64,6 +68,9 @@ def changes():
         "default dtype": lambda: torch.set_default_dtype(torch.float64),
         "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
         "matmul precision": lambda: torch.set_float32_matmul_precision("high"),
+        "precision cuda matmul": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        "precision generic all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+        "matmul precision, which torch refuses to tell when two ways were mixed": mixed,
         "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
         "cudnn benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
         "math attention": lambda: torch.backends.cuda.enable_math_sdp(False),
