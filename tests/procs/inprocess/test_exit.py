@@ -69,7 +69,7 @@ def test_a_waiting_thread_does_not_spoil_the_exit(wake, tries):
     assert [_end("", wake) for _ in range(tries)] == [0] * tries
 
 
-@pytest.mark.parametrize("tries", [1, pytest.param(20, marks=LONG)])
+@pytest.mark.parametrize("tries", [1, pytest.param(6, marks=LONG)])
 def test_nor_with_torch_and_its_groups(tries):
     imports = (
         "import torch, torch.distributed as dist\n"
