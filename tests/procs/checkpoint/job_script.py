@@ -1,10 +1,13 @@
 """The job of test_job.py. Usage: script STEPS SECONDS_A_STEP LOSSES_FILE"""
 
 import os
+import random
 import sys
 
+import numpy as np
 import torch
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import everstep
 from everstep.clock import SYSTEM
@@ -20,9 +23,14 @@ def train(run):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
     torch.manual_seed(run.rank)
-    for step in run.steps(STEPS, model=model, optimizer=optimizer, scheduler=scheduler):
+    np.random.seed(run.rank)
+    random.seed(run.rank)
+    rows = torch.arange(100 * 16, dtype=torch.float32).reshape(100, 16) / 1600
+    loader = StatefulDataLoader(rows, batch_size=8, shuffle=True, drop_last=True)  # 12 batches an epoch
+    for step, batch in run.steps(STEPS, loader, model=model, optimizer=optimizer, scheduler=scheduler):
         SYSTEM.sleep(PAUSE_S)
-        loss = model(torch.randn(8, 16)).square().mean()
+        noise = torch.randn(8, 16) + random.random() + np.random.rand()
+        loss = model(batch + noise).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from everstep.checkpoint import catalog
+from everstep.checkpoint.load import open_checkpoint
 from everstep.clock import SYSTEM
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
@@ -20,11 +21,12 @@ LIMIT_S = 90
 
 
 class Job:
-    """One `everstep run` of two ranks."""
+    """One `everstep run`, of two ranks where nothing else is said."""
 
-    def __init__(self, tmp_path, name, steps, *, pause_s=0.0, interval=10, directory="ckpt"):
+    def __init__(self, tmp_path, name, steps, *, pause_s=0.0, interval=10, directory="ckpt", ranks=2, keep=2):
         self.run, self.losses = tmp_path / name, tmp_path / f"{name}.losses"
-        flags = ["--nproc-per-node", "2", "--spares", "0", "--run-dir", str(self.run)]
+        flags = ["--nproc-per-node", str(ranks), "--spares", "0", "--run-dir", str(self.run)]
+        flags += ["--checkpoint-keep", str(keep)]
         flags += ["--checkpoint-dir", str(tmp_path / directory), "--checkpoint-interval", str(interval)]
         command = [sys.executable, "-m", "everstep.cli", "run", *flags, str(SCRIPT), str(steps), str(pause_s)]
         self.process = subprocess.Popen(
@@ -71,12 +73,57 @@ class Job:
 
 
 def steps_in(path):
-    return [found.step for found in catalog.scan(str(path))]
+    return [found.step for found in catalog.scan(str(path)) if found.complete]
 
 
-def test_a_job_begun_again_from_disk_is_the_job_that_was_never_ended(tmp_path):
-    whole = Job(tmp_path, "whole", 34, directory="ckpt-whole")
-    assert whole.end()[0] == 0
+TOTAL, INTERVAL = 60, 5
+
+
+@pytest.fixture(scope="module")
+def cut_off(tmp_path_factory):
+    """A job whose agent was killed on its way to step 60, and its twin that nobody ended: a folder with both."""
+    folder = tmp_path_factory.mktemp("cut_off")
+    twin = Job(folder, "twin", TOTAL, interval=TOTAL, directory="of-twin")
+    assert twin.end()[0] == 0
+    job = Job(folder, "killed", TOTAL, pause_s=0.05, interval=INTERVAL, keep=3)
+    job.until(lambda: len(job.tiers("committed")) >= 4)
+    job.kill()
+    return folder, twin
+
+
+@pytest.fixture
+def again(cut_off, tmp_path):
+    """What the killed job left on disk, to do harm to, and the way to begin it again."""
+    folder, twin = cut_off
+    shutil.copytree(folder / "ckpt", tmp_path / "ckpt", symlinks=True)
+    return tmp_path / "ckpt", twin, lambda **changes: Job(tmp_path, "again", TOTAL, interval=INTERVAL, **changes)
+
+
+def assert_it_ends_as(twin, job, began_after, directory):
+    """Every loss since then is the twin's bit for bit, and so is all that the last checkpoint holds."""
+    expected = {key: loss for key, loss in twin.losses_by_step().items() if key[1] > began_after}
+    assert job.losses_by_step() == expected
+    for rank in range(2):
+        with (
+            open_checkpoint(str(directory / f"step-{TOTAL}"), rank, 2) as ours,
+            open_checkpoint(str(directory.parent / "twin"), rank, 2) as theirs,
+        ):
+            assert ours.layout.to_json() == theirs.layout.to_json()
+            assert {f.path: ours.read(f.path) for f in ours.layout.leaves()} == {
+                f.path: theirs.read(f.path) for f in theirs.layout.leaves()
+            }
+
+
+def damage(directory, step, file="__1_0.distcp"):
+    """One bit of the largest file."""
+    path = directory / f"step-{step}" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def test_a_job_begun_again_from_disk_is_the_job_that_was_never_ended(cut_off, tmp_path):
     first = Job(tmp_path, "first", 17)
     assert first.end()[0] == 0
     assert steps_in(tmp_path / "ckpt") == [17, 10]
@@ -84,9 +131,9 @@ def test_a_job_begun_again_from_disk_is_the_job_that_was_never_ended(tmp_path):
     assert second.end()[0] == 0
     assert [(e["step"], e["tier"]) for e in second.events("Restored")] == [(17, "disk")] * 2
     together = first.losses_by_step() | second.losses_by_step()
-    assert together == whole.losses_by_step()
+    assert together == {key: loss for key, loss in cut_off[1].losses_by_step().items() if key[1] <= 34}
     assert min(step for _, step in second.losses_by_step()) == 18
-    assert steps_in(tmp_path / "ckpt")[0] == 34  # the one before depends on how fast storage is here
+    assert steps_in(tmp_path / "ckpt") == [34, 30]
     assert not [name for name in os.listdir(tmp_path / "ckpt") if not name.startswith("step-")]
 
 
@@ -119,15 +166,6 @@ def test_a_directory_that_goes_away_fails_saves_by_name_and_in_the_exit_status(t
     assert max(step for _, step in job.losses_by_step()) == 60
 
 
-def test_an_unfit_directory_is_refused_before_any_rank_starts(tmp_path):
-    (tmp_path / "file").touch()
-    job = Job(tmp_path, "run", 10, directory="file/ckpt")
-    code, told = job.end()
-    assert code == 78
-    assert "Give --checkpoint-dir a directory" in told
-    assert not job.losses.exists()
-
-
 def test_after_the_agents_death_the_next_job_sweeps_and_goes_on(tmp_path):
     job = Job(tmp_path, "run", 5000, pause_s=0.005, interval=2)
     job.until(lambda: len(job.tiers("committed")) > 3)
@@ -140,3 +178,68 @@ def test_after_the_agents_death_the_next_job_sweeps_and_goes_on(tmp_path):
     assert {e["step"] for e in again.events("Restored")} == {newest}
     assert steps_in(tmp_path / "ckpt")[0] == newest + 20
     assert not [name for name in os.listdir(tmp_path / "ckpt") if not name.startswith("step-")]
+
+
+def test_a_job_whose_agent_was_killed_goes_on_to_the_bit(cut_off, again):
+    directory, twin, begin = again
+    shutil.copytree(cut_off[0] / "of-twin" / f"step-{TOTAL}", directory.parent / "twin")
+    newest = steps_in(directory)[0]
+    job = begin()
+    code, told = job.end()
+    assert code == 0, told
+    assert [(e["step"], e["tier"]) for e in job.events("Restored")] == [(newest, "disk")] * 2
+    assert_it_ends_as(twin, job, newest, directory)
+
+
+def test_a_damaged_newest_is_named_and_the_next_best_goes_on_to_the_bit(cut_off, again):
+    """CL-01, by a bit that only a checksum sees."""
+    directory, twin, begin = again
+    shutil.copytree(cut_off[0] / "of-twin" / f"step-{TOTAL}", directory.parent / "twin")
+    newest, next_best, *_ = steps_in(directory)
+    wounded = damage(directory, newest)
+    job = begin(keep=100)
+    code, told = job.end()
+    assert code == 0, told
+    assert f"damaged checkpoint {wounded.parent}: {wounded.name}" in told
+    assert f"step {next_best} is taken" in told
+    assert [(e["step"], e["tier"]) for e in job.events("Restored")] == [(next_best, "disk")] * 2
+    assert_it_ends_as(twin, job, next_best, directory)
+
+
+def everything(directory):
+    """All files of every whole checkpoint. (What was being removed at the kill goes at the next start.)"""
+    return {
+        path: path.read_bytes()
+        for found in catalog.scan(str(directory))
+        if found.complete
+        for path in Path(found.path).iterdir()
+    }
+
+
+def test_all_damaged_is_one_clear_error_and_nothing_is_deleted(again):
+    directory, _, begin = again
+    for step in steps_in(directory):
+        damage(directory, step)
+    before = everything(directory)
+    job = begin()
+    code, told = job.end()
+    assert code == 78
+    assert f"no checkpoint in {directory} is whole" in told
+    for step in steps_in(directory):
+        assert f"step {step}: __1_0.distcp" in told
+    assert "Nothing was deleted" in told
+    assert "Traceback" not in told
+    assert everything(directory) == before
+    assert not job.losses.exists()
+
+
+def test_a_checkpoint_of_another_world_is_refused_by_name(again):
+    directory, _, begin = again
+    before = everything(directory)
+    job = begin(ranks=1)
+    code, told = job.end()
+    assert code == 78
+    assert f"step-{steps_in(directory)[0]} was saved by 2 ranks and this job has 1" in told
+    assert "--nproc-per-node 2" in told
+    assert everything(directory) == before
+    assert not job.losses.exists()
