@@ -54,9 +54,9 @@ def following(previous: Roster, survivors: Mapping[Incarnation, Facts], standbys
     return Roster(previous.epoch, generation, tuple(members), rest, _reason(generation, gaps, members))
 
 
-def final(previous: Roster, reason: str) -> Roster:
+def final(previous: Roster, shortfall: str) -> Roster:
     """Return the roster that says: `previous` is finished, there is no generation after it."""
-    return Roster(previous.epoch, previous.generation + 1, (), (), reason)
+    return Roster(previous.epoch, previous.generation + 1, (), (), "all members have completed", shortfall)
 
 
 def _fill(gaps: Sequence[Member], standbys: Standbys) -> dict[int, Incarnation]:

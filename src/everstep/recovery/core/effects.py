@@ -60,7 +60,7 @@ def note_died(world: World, event: Died, now: float) -> Outcome:
         return replace(world, lost=world.lost | {who}), ()
     # It may have been one that we asked for. Asking is a level, so asking again costs nothing.
     world = replace(world, standbys=_without(world.standbys, [who]), asked=0)
-    if event.stage == "fresh" and event.status != 0 and who not in world.killed:
+    if event.stage == "fresh" and event.status != 0:
         return replace(world, false_starts=(*world.false_starts, event)), ()
     return world, ()
 
@@ -161,7 +161,7 @@ def publish(world: World, event: object, now: float) -> Outcome:
 
 def publish_end(world: World, event: object, now: float) -> Outcome:
     """Propose that the generation is finished; called with the next one open."""
-    return world, (Publish(assignment.final(_last(world), world.shortfall or "all members have completed")),)
+    return world, (Publish(assignment.final(_last(world), world.shortfall)),)
 
 
 def give_up_draining(world: World, event: object, now: float) -> Outcome:
@@ -237,8 +237,9 @@ def end_failed_exit(world: World, event: object, now: float) -> Outcome:
 
 
 def end_done(world: World, event: object, now: float) -> Outcome:
-    """All members have ended with 0."""
-    return world, (End(1, world.shortfall) if world.shortfall else End(0, "all members have completed"),)
+    """All members have ended with 0; whether anything is missing was published with the end."""
+    end = world.published[world.generation]
+    return world, (End(1, end.shortfall) if end.shortfall else End(0, end.reason),)
 
 
 def end_requested(world: World, event: EndRequested, now: float) -> Outcome:

@@ -92,11 +92,6 @@ def member(world: World, event: Wedged, now: float) -> bool:
     return world.listed(event.incarnation)
 
 
-def ours(world: World, event: Wedged, now: float) -> bool:
-    """It is a member or a standby of this node."""
-    return world.may_kill(event.incarnation)
-
-
 def explains(world: World, event: Died | Wedged, now: float) -> bool:
     """The gathering began with an exception of somebody else, who may only have lost the connection to this one."""
     last = world.causes[-1] if world.causes else None

@@ -46,7 +46,7 @@ class World:
     killed: frozenset[Incarnation] = frozenset()  # by our own order
     asked: int = 0  # fresh processes that this node was asked for and that have not been announced
     false_starts: tuple[Died, ...] = ()  # fresh processes that failed, since a fresh one last took a rank
-    shortfall: str = ""  # what was given up on the way to the end
+    shortfall: str = ""  # what this agent would publish as given up on the way to the end
 
     def may_kill(self, incarnation: Incarnation) -> bool:
         """Tell whether this is a process of our node that has not been ordered killed."""
@@ -78,8 +78,13 @@ class World:
         """Tell whether the last roster entered names this incarnation."""
         return incarnation in self.ranks
 
+    def death_of(self, incarnation: Incarnation, status: int, step: int | None = None) -> Died:
+        """Return what the agent of a dead process shall tell of it."""
+        generation = self.roster.generation if self.roster else None
+        return Died(incarnation, status, self.stage_of(incarnation), step, generation)
+
     def stage_of(self, incarnation: Incarnation) -> Stage:
-        """Say how far this process has come: for its own agent, to be told with its death."""
+        """Say how far this process has come."""
         if incarnation not in self.ranks:
             return "fresh"
         return "completed" if incarnation in self.returners else "running"
@@ -91,9 +96,11 @@ class World:
 
     def has_completed(self, incarnation: Incarnation) -> bool:
         """Tell whether this member's function has returned; one that is dead must also have ended with 0."""
-        end = self.dead.get(incarnation)
-        known = incarnation in self.returners
-        return known if end is None else end.status == 0 and (known or end.stage == "completed")
+        end, known = self.dead.get(incarnation), incarnation in self.returners
+        if end is None:
+            return known
+        told = end.stage == "completed" and end.generation in (None, self.roster.generation if self.roster else None)
+        return end.status == 0 and (known or told)
 
     @property
     def wanting(self) -> int:
@@ -106,7 +113,8 @@ class World:
         """How many of them this node should find a process for."""
         own = sum(s.facts.node == self.node for s in self.standbys.values())
         if self.roster is None:
-            gaps = self.policy.local_world_size or self.policy.world_size
+            share = self.policy.local_world_size
+            gaps = self.policy.world_size if share is None else share
         else:
             gaps = sum(m.node == self.node for m in self.roster.members if m.incarnation in self.lost)
         return min(self.wanting, max(0, gaps - own))

@@ -77,6 +77,7 @@ class Roster:
     members: tuple[Member, ...]
     standby: tuple[Incarnation, ...] = ()
     reason: str = ""
+    shortfall: str = ""  # of the end: what was given up on the way to it
 
     @property
     def world_size(self) -> int:
@@ -97,7 +98,7 @@ class Roster:
         """Read what `to_json` wrote."""
         members = tuple(Member(r, Incarnation.parse(i), n, s, f, w) for r, i, n, s, f, w in body["members"])
         standby = tuple(Incarnation.parse(i) for i in body["standby"])
-        return cls(body["epoch"], body["generation"], members, standby, body["reason"])
+        return cls(body["epoch"], body["generation"], members, standby, body["reason"], body.get("shortfall", ""))
 
 
 # What the world machine hears. Each may come again; an event of an old generation is void (P17).
@@ -128,13 +129,15 @@ Stage = Literal["fresh", "running", "completed"]
 class Died:
     """A process is gone: seen by pidfd, said by anyone. `status` is its exit code or minus the signal.
 
-    `stage` is what its own agent knew of it (`World.stage_of`): elsewhere its completion may come after its death.
+    `stage` is what its own agent knew of it (`World.death_of` fills it in): elsewhere its completion may come after
+    its death, and its death before news of the generation that it completed.
     """
 
     incarnation: Incarnation
     status: int
     stage: Stage = "running"
     step: int | None = None  # last step done in the world, as its own agent saw it
+    generation: int | None = None  # that `stage` speaks of, the last that its own agent entered; None: the present one
 
 
 @dataclass(frozen=True, slots=True)

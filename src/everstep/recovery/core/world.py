@@ -75,7 +75,7 @@ DIED: Rows = (Row(when.always, (do.note_died,)),)
 FAULTED: Rows = (Row(when.always, (do.note_faulted,)),)
 COMPLETED: Rows = (Row(when.always, (do.note_completed,)),)
 PUBLISHED: Rows = (Row(when.always, (do.note_published,)),)
-KILL: Rows = (Row(when.ours, (do.kill_wedged,)),)
+KILL: Rows = (Row(when.always, (do.kill_wedged,)),)
 END: Rows = (Row(when.always, (do.end_requested,), Phase.ENDED),)
 
 P = Phase
@@ -206,7 +206,8 @@ def _take(world: World, rows: Rows, event: Event, now: float) -> tuple[World, tu
             for effect in row.do:
                 world, more = effect(world, event, now)
                 commands += more
-            return replace(world, phase=row.then or world.phase), commands, True
+            moved = row.then is not None and row.then is not world.phase
+            return (replace(world, phase=row.then) if moved else world), commands, True
     return world, (), False
 
 

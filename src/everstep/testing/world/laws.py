@@ -1,0 +1,236 @@
+"""What must hold in a simulated world, judged from outside: from what really happened, not from what an agent believes.
+
+Safety: a rank is never held by two living processes; a roster leaves nobody out who lives; all agents enter the same
+rosters in the same order; nothing is stopped without a fault, nor killed without a reason; a known death never stands
+in a running roster; the end is declared only when all have completed.
+Progress is the simulation's own affair: it raises when nobody can move.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from everstep.recovery.core import guards
+from everstep.recovery.core.words import (
+    Arrived,
+    Command,
+    Died,
+    Drain,
+    End,
+    Enter,
+    Event,
+    Fault,
+    Faulted,
+    Finish,
+    Incarnation,
+    Kill,
+    Publish,
+    Report,
+    Roster,
+    Spawn,
+    Stop,
+    Wedged,
+)
+from everstep.recovery.core.world import Phase
+from everstep.testing.world.scene import Scene
+from everstep.testing.world.worker import SimulatedWorker
+
+MEANING: Mapping[type[Command], Phase] = {
+    Enter: Phase.RUNNING,
+    Report: Phase.GATHERING,
+    Drain: Phase.DRAINING,
+    Publish: Phase.PUBLISHING,
+    Finish: Phase.FINISHING,
+    End: Phase.ENDED,
+}
+WELL = "all members have completed"
+
+
+class Violation(AssertionError):
+    """A law of the protocol was broken; the message tells the seed and the last moves."""
+
+
+class Witness:
+    """What one agent has heard and ordered so far."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self.deaths: dict[Incarnation, Died] = {}
+        self.arrivals: set[tuple[int, Incarnation]] = set()
+        self.faults: list[Fault] = []
+        self.killed: set[Incarnation] = set()
+        self.reports: dict[int, list[Fault]] = {}
+        self.entered = -1
+        self.opened_s = 0.0
+        self.stands = Phase.GATHERING  # where its orders say that it is
+
+    def __str__(self) -> str:
+        return f"agent {self.node}"
+
+    def hear(self, event: Event) -> None:
+        """Keep what was said."""
+        match event:
+            case Died(who):
+                self.deaths.setdefault(who, event)
+            case Arrived(generation, who):
+                self.arrivals.add((generation, who))
+            case Faulted(fault):
+                self.faults.append(fault)
+            case _:
+                return
+
+
+class Laws:
+    """The judge of one simulated world."""
+
+    def __init__(self, scene: Scene, workers: Mapping[Incarnation, SimulatedWorker]) -> None:
+        self.scene, self.workers = scene, workers
+        self.troubled: set[int] = set()  # generations in which something really happened
+        self.holders: dict[int, SimulatedWorker] = {}
+        self.bad_starts = 0
+        self.reasons: set[str] = set()  # why some agent, or somebody outside, has ended the job
+
+    def require(self, condition: object, text: str) -> None:
+        """Raise unless `condition` holds."""
+        if not condition:
+            raise Violation(f"{text}\n{self.scene.story()}")
+
+    # What really happens.
+
+    def hurt(self, worker: SimulatedWorker) -> None:
+        """Something has befallen a worker: the newest roster, if it lists it, is in trouble."""
+        newest = max((g for g, roster in self.scene.board.items() if roster.members), default=-1)
+        if newest >= 0 and self.scene.board[newest].rank_of(worker.incarnation) is not None:
+            self.troubled.add(newest)
+
+    def won(self, roster: Roster) -> None:
+        """A roster has won the compare-and-set."""
+        board, workers = self.scene.board, self.workers
+        before = board.get(roster.generation - 1)
+        for old in before.members if before and roster.members else ():
+            rank = roster.rank_of(old.incarnation)
+            self.require(rank in (None, old.rank), f"rank {old.rank} was moved to {rank}")
+            self.require(rank is not None or not workers[old.incarnation].alive, f"{roster} leaves out a living worker")
+        for member in roster.members:
+            worker = workers[member.incarnation]
+            if not worker.well:
+                self.troubled.add(roster.generation)
+
+    def takes(self, worker: SimulatedWorker, rank: int) -> None:
+        """A worker is told its rank."""
+        self.require(worker.rank in (None, rank), f"{worker} had rank {worker.rank} and is given {rank}")
+        holder = self.holders.get(rank, worker)
+        self.require(holder is worker or not holder.alive, f"rank {rank} is held by {holder} and by {worker}")
+        self.holders[rank] = worker
+
+    # What agents do.
+
+    def judge(self, agent: Witness, before: Phase, event: Event, after: Phase, commands: Sequence[Command]) -> None:
+        """Look at one step of an agent, from phase to phase."""
+        self._explained(agent, before, event, commands)
+        for command in commands:
+            self._ordered(agent, command)
+        self.require(after is agent.stands, f"{agent} is {after.value}, but by its orders {agent.stands.value}")
+        if after is Phase.GATHERING and before is not Phase.GATHERING:
+            agent.opened_s = self.scene.now
+        if before in (Phase.RUNNING, Phase.DRAINING, Phase.PUBLISHING) and after is Phase.GATHERING:
+            self._reported(agent)
+        if after in (Phase.RUNNING, Phase.DRAINING):
+            self._nobody_known_dead(agent)
+
+    def _ordered(self, agent: Witness, command: Command) -> None:
+        agent.stands = MEANING.get(type(command), agent.stands)
+        match command:
+            case Enter(roster):
+                self.require(self.scene.board.get(roster.generation) == roster, f"{agent} enters what did not win")
+                self.require(roster.generation == agent.entered + 1, f"{agent} skips to {roster.generation}")
+                agent.entered = roster.generation
+            case Stop(who, generation):
+                self.require(generation in self.troubled, f"{agent} stops {who} in {generation}, which is well")
+                self.require(generation == agent.entered, f"{agent} stops {who} in {generation}")
+            case Kill(who):
+                self._killed(agent, self.workers[who])
+            case Report(fault):
+                self._told(agent, fault)
+            case Finish(generation):
+                self._finished(agent, generation)
+            case Spawn(count):
+                self.require(0 < count <= self.scene.setting.ranks, f"{agent} asks for {count} processes")
+            case End():
+                self._ended(agent, command)
+            case _:
+                return
+
+    def _killed(self, agent: Witness, worker: SimulatedWorker) -> None:
+        late = self.scene.now >= agent.opened_s + self.scene.setting.policy.stop_deadline_s
+        self.require(worker.wedged or worker.dirty or late, f"{agent} kills {worker}, which is well")
+        self.require(worker.incarnation not in agent.killed, f"{agent} kills {worker} twice")
+        agent.killed.add(worker.incarnation)
+
+    def _told(self, agent: Witness, fault: Fault) -> None:
+        told = agent.reports.setdefault(fault.generation, [])
+        self.require(fault.generation in self.troubled, f"{agent} reports {fault}: nothing happened")
+        better = [f.kind for f in told] == ["exception"] and fault.kind in ("death", "left", "wedged")
+        self.require(not told or better, f"{agent} reports {fault} after {told}")
+        told.append(fault)
+
+    def _explained(self, agent: Witness, before: Phase, event: Event, commands: Sequence[Command]) -> None:
+        """A death that explains an exception of somebody else must be reported as the better cause."""
+        if isinstance(event, Died | Wedged) and before is Phase.GATHERING and self._open_question(agent, event):
+            named = [c.fault.incarnation for c in commands if isinstance(c, Report)]
+            text = f"{agent} does not say that {event.incarnation} explains the fault"
+            self.require(event.incarnation in named, text)
+        agent.hear(event)
+
+    def _open_question(self, agent: Witness, event: Died | Wedged) -> bool:
+        who, generation = event.incarnation, agent.entered
+        told = agent.reports.get(generation, [])
+        if len(told) != 1 or told[0].kind != "exception" or told[0].incarnation == who:
+            return False
+        known = who in agent.deaths or who in agent.killed or (generation + 1, who) in agent.arrivals
+        return not known and self.scene.board[generation].rank_of(who) is not None
+
+    def _reported(self, agent: Witness) -> None:
+        ended = agent.entered
+        listed = {m.incarnation for m in self.scene.board[ended].members}
+        heard = [f for f in agent.faults if f.generation == ended and f.incarnation in listed]
+        self.require(not heard or agent.reports.get(ended), f"{agent} heard of {heard[:1]} and reported nothing")
+
+    def _nobody_known_dead(self, agent: Witness) -> None:
+        roster = self.scene.board[agent.entered]
+        for member in roster.members:
+            death = agent.deaths.get(member.incarnation)
+            done = self.workers[member.incarnation].completed
+            fine = death is None or (death.status == 0 and roster.generation in done)
+            self.require(fine, f"{agent} runs generation {roster.generation} with {member.incarnation}, known dead")
+
+    def _finished(self, agent: Witness, generation: int) -> None:
+        end = self.scene.board.get(generation + 1)
+        self.require(end is not None and not end.members, f"{agent} finishes {generation}, which is not published")
+        for member in self.scene.board[generation].members:
+            done = self.workers[member.incarnation].completed
+            self.require(generation in done, f"{agent} finishes {generation}: rank {member.rank} has not completed it")
+
+    def _ended(self, agent: Witness, end: End) -> None:
+        if end.reason in self.reasons:
+            return  # somebody said so before
+        for words, sound in self._sound(agent).items():
+            if words in end.reason:
+                self.require(sound and (end.code == 0) == (words == WELL), f"{agent} ends without reason: {end}")
+                self.reasons.add(end.reason)
+                return
+        self.require(False, f"{agent} ends for no known reason: {end}")
+
+    def _sound(self, agent: Witness) -> Mapping[str, object]:
+        """Return which reasons for an end would be true now."""
+        setting, board = self.scene.setting, self.scene.board
+        newest = max(board, default=0)
+        finished = newest > 0 and not board[newest].members
+        statuses = [self.workers[m.incarnation].status for m in board[newest - 1].members] if finished else []
+        return {
+            WELL: finished and set(statuses) == {0} and not setting.lost_checkpoints,
+            "after all had completed": set(statuses) - {0, None},
+            "not durable": finished and setting.lost_checkpoints,
+            "waited": setting.starved or setting.mute,
+            "before they had a rank": self.bad_starts >= guards.FALSE_STARTS,
+            "restarts that": setting.policy.max_restarts == agent.entered,
+            "without a new step": len(self.troubled) >= setting.policy.same_step_limit,
+        }
