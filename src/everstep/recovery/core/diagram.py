@@ -28,7 +28,7 @@ def _world_arrows() -> Iterator[str]:
 
 
 def draw_member() -> str:
-    """Return the member's table as a mermaid state diagram; a lost link, which leads from everywhere out, is left off."""
+    """Return the member's table as a mermaid diagram, but for the lost link, which leads out from everywhere."""
     arrows = [
         f"    {phase.value} --> {then.value}: {event.__name__}"
         for phase, row in member.TRANSITIONS.items()
@@ -39,16 +39,14 @@ def draw_member() -> str:
 
 
 def tabulate_world() -> str:
-    """Return what each phase of the world does with what it hears, as a table: nothing of it moves a phase by itself."""
-    events = sorted({e.__name__: e for row in world.TRANSITIONS.values() for e in row}.items())
-    rows = [
-        [
-            event.__name__ if event is not world.Settled else "*by itself*",
-            *(_cell(phase, event) for phase in world.Phase),
-        ]
-        for _, event in events
-    ]
+    """Return what each phase of the world does with what it hears, as a table."""
+    events = sorted({e for row in world.TRANSITIONS.values() for e in row}, key=lambda e: e.__name__)
+    rows = [[_title(event), *(_cell(phase, event) for phase in world.Phase)] for event in events]
     return _table(["", *(phase.value for phase in world.Phase)], rows)
+
+
+def _title(event: type) -> str:
+    return "*by itself*" if event is world.Settled else event.__name__
 
 
 def _cell(phase: world.Phase, event: type) -> str:

@@ -177,7 +177,6 @@ def enter(world: World, event: object, now: float) -> Outcome:
     ranks = {m.incarnation: m.rank for m in roster.members}
     left_out = {i: Died(i, 0) for i in world.ranks if i not in ranks}
     dead = {**left_out, **world.dead}
-    fresh = any(i in world.standbys for i in ranks)
     entered = replace(
         world,
         roster=roster,
@@ -185,7 +184,7 @@ def enter(world: World, event: object, now: float) -> Outcome:
         dead=dead,
         lost=frozenset(i for i in ranks if i in dead),
         standbys=_without(world.standbys, ranks),
-        false_starts=() if fresh else world.false_starts,
+        false_starts=(),
     )
     return entered, (Enter(roster),)
 

@@ -187,11 +187,12 @@ TRANSITIONS: Mapping[Phase, Mapping[type[Event], Step]] = {
     P.DONE: {
         Healthy: (P.DONE, ()),  # cleaning was under way when the end was declared
         Unhealthy: (P.DONE, ()),
-        Told: (P.DONE, ()),
         Finished: (P.DONE, ()),
         LinkLost: LEAVE,
     },
-    P.LEFT: dict.fromkeys(Event.__args__, (P.LEFT, ())),  # the other thread may be a moment behind
+    P.LEFT: dict.fromkeys(  # the other thread may be a moment behind
+        (Called, Returned, Raised, Unwound, Told, Healthy, Unhealthy, Finished, Excluded, LinkLost), (P.LEFT, ())
+    ),
 }
 
 

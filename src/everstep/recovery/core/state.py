@@ -45,7 +45,7 @@ class World:
     dead: Mapping[Incarnation, Died] = field(default_factory=dict[Incarnation, Died])
     killed: frozenset[Incarnation] = frozenset()  # by our own order
     asked: int = 0  # fresh processes that this node was asked for and that have not been announced
-    false_starts: tuple[Died, ...] = ()  # fresh processes that failed, since a fresh one last took a rank
+    false_starts: tuple[Died, ...] = ()  # fresh processes that failed, since a roster was last opened or entered
     shortfall: str = ""  # what this agent would publish as given up on the way to the end
 
     def may_kill(self, incarnation: Incarnation) -> bool:

@@ -129,7 +129,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Rows]] = {
         Ticked: VOID,
         EndRequested: END,
         Settled: (
-            Row(when.succeeded, (do.report, do.open_next), P.GATHERING),
+            Row(when.succeeded, (do.open_next,), P.GATHERING),
             Row(when.hopeless, (do.report, do.end_hopeless), P.ENDED),
             Row(when.faulted, (do.report, do.stop, do.open_next), P.GATHERING),
             Row(when.all_completed, (do.drain,), P.DRAINING),
@@ -147,7 +147,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Rows]] = {
         Drained: (Row(when.always, (do.open_next, do.publish_end), P.PUBLISHING),),
         EndRequested: END,
         Settled: (
-            Row(when.succeeded, (do.report, do.open_next), P.GATHERING),
+            Row(when.succeeded, (do.open_next,), P.GATHERING),
             Row(when.hopeless, (do.report, do.end_hopeless), P.ENDED),
             Row(when.faulted, (do.report, do.stop, do.open_next), P.GATHERING),
         ),
@@ -156,8 +156,6 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Rows]] = {
         Announced: VOID,
         Arrived: VOID,
         Died: DIED,
-        Faulted: VOID,
-        Completed: VOID,
         Published: VOID,
         Wedged: KILL,
         Ticked: VOID,
@@ -206,8 +204,9 @@ def _take(world: World, rows: Rows, event: Event, now: float) -> tuple[World, tu
             for effect in row.do:
                 world, more = effect(world, event, now)
                 commands += more
-            moved = row.then is not None and row.then is not world.phase
-            return (replace(world, phase=row.then) if moved else world), commands, True
+            if row.then is not None:
+                world = replace(world, phase=row.then)
+            return world, commands, True
     return world, (), False
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from everstep.recovery.core import guards
 from everstep.recovery.core.words import (
-    Arrived,
     Command,
     Died,
     Drain,
@@ -18,7 +17,6 @@ from everstep.recovery.core.words import (
     Enter,
     Event,
     Fault,
-    Faulted,
     Finish,
     Incarnation,
     Kill,
@@ -31,6 +29,7 @@ from everstep.recovery.core.words import (
 )
 from everstep.recovery.core.world import Phase
 from everstep.testing.world.scene import Scene
+from everstep.testing.world.witness import Witness
 from everstep.testing.world.worker import SimulatedWorker
 
 MEANING: Mapping[type[Command], Phase] = {
@@ -46,36 +45,6 @@ WELL = "all members have completed"
 
 class Violation(AssertionError):
     """A law of the protocol was broken; the message tells the seed and the last moves."""
-
-
-class Witness:
-    """What one agent has heard and ordered so far."""
-
-    def __init__(self, node: str) -> None:
-        self.node = node
-        self.deaths: dict[Incarnation, Died] = {}
-        self.arrivals: set[tuple[int, Incarnation]] = set()
-        self.faults: list[Fault] = []
-        self.killed: set[Incarnation] = set()
-        self.reports: dict[int, list[Fault]] = {}
-        self.entered = -1
-        self.opened_s = 0.0
-        self.stands = Phase.GATHERING  # where its orders say that it is
-
-    def __str__(self) -> str:
-        return f"agent {self.node}"
-
-    def hear(self, event: Event) -> None:
-        """Keep what was said."""
-        match event:
-            case Died(who):
-                self.deaths.setdefault(who, event)
-            case Arrived(generation, who):
-                self.arrivals.add((generation, who))
-            case Faulted(fault):
-                self.faults.append(fault)
-            case _:
-                return
 
 
 class Laws:
@@ -126,38 +95,69 @@ class Laws:
     def judge(self, agent: Witness, before: Phase, event: Event, after: Phase, commands: Sequence[Command]) -> None:
         """Look at one step of an agent, from phase to phase."""
         self._explained(agent, before, event, commands)
+        leaving = self._must_leave(agent, before, event)
+        agent.hear(event)
         for command in commands:
             self._ordered(agent, command)
         self.require(after is agent.stands, f"{agent} is {after.value}, but by its orders {agent.stands.value}")
         if after is Phase.GATHERING and before is not Phase.GATHERING:
-            agent.opened_s = self.scene.now
-        if before in (Phase.RUNNING, Phase.DRAINING, Phase.PUBLISHING) and after is Phase.GATHERING:
-            self._reported(agent)
-        if after in (Phase.RUNNING, Phase.DRAINING):
-            self._nobody_known_dead(agent)
+            agent.opened_s, agent.failures = self.scene.now, 0
+        self.require(leaving is None or agent.reports.get(leaving), f"{agent} stays with a wedged member: {event}")
+        owed = list(agent.owes(after))
+        self.require(not owed, f"{agent} owes {owed}")
+
+    def _must_leave(self, agent: Witness, before: Phase, event: Event) -> int | None:
+        """Return the generation that this event ends by telling of a wedged member that is not being killed yet."""
+        if before not in (Phase.RUNNING, Phase.DRAINING) or not isinstance(event, Wedged):
+            return None
+        fresh_news = event.incarnation in agent.members.keys() - agent.deaths.keys() - agent.killed
+        return agent.entered if fresh_news else None
+
+    def _explained(self, agent: Witness, before: Phase, event: Event, commands: Sequence[Command]) -> None:
+        """A death that explains somebody else's exception is reported as the better cause; the wedged are killed."""
+        if isinstance(event, Died | Wedged) and before is Phase.GATHERING and agent.open_question(event):
+            named = [c.fault.incarnation for c in commands if isinstance(c, Report)]
+            text = f"{agent} does not say that {event.incarnation} explains the fault"
+            self.require(event.incarnation in named, text)
+        if isinstance(event, Wedged) and before is not Phase.ENDED and agent.must_kill(event):
+            killed = [c.incarnation for c in commands if isinstance(c, Kill)]
+            self.require(event.incarnation in killed, f"{agent} does not kill {event.incarnation}")
 
     def _ordered(self, agent: Witness, command: Command) -> None:
+        self.require(agent.stands is not Phase.ENDED, f"{agent} orders {command} after the end")
         agent.stands = MEANING.get(type(command), agent.stands)
         match command:
             case Enter(roster):
-                self.require(self.scene.board.get(roster.generation) == roster, f"{agent} enters what did not win")
-                self.require(roster.generation == agent.entered + 1, f"{agent} skips to {roster.generation}")
-                agent.entered = roster.generation
+                self._entered(agent, roster)
             case Stop(who, generation):
                 self.require(generation in self.troubled, f"{agent} stops {who} in {generation}, which is well")
                 self.require(generation == agent.entered, f"{agent} stops {who} in {generation}")
+                self.require(agent.reports.get(generation), f"{agent} stops {generation} and does not say why")
             case Kill(who):
                 self._killed(agent, self.workers[who])
             case Report(fault):
                 self._told(agent, fault)
-            case Finish(generation):
-                self._finished(agent, generation)
             case Spawn(count):
                 self.require(0 < count <= self.scene.setting.ranks, f"{agent} asks for {count} processes")
+            case Publish(Roster(_, generation)) | Drain(generation) | Finish(generation):
+                self._once(agent, command, generation)
             case End():
                 self._ended(agent, command)
-            case _:
-                return
+
+    def _once(self, agent: Witness, command: Publish | Drain | Finish, generation: int) -> None:
+        key = (type(command), generation)
+        self.require(key not in agent.given, f"{agent} orders {command} twice")
+        agent.given.add(key)
+        if isinstance(command, Finish):
+            self._finished(agent, generation)
+            agent.finished = True
+
+    def _entered(self, agent: Witness, roster: Roster) -> None:
+        allowed = self.scene.setting.policy.max_restarts
+        self.require(self.scene.board.get(roster.generation) == roster, f"{agent} enters what did not win")
+        self.require(roster.generation == agent.entered + 1, f"{agent} skips to {roster.generation}")
+        self.require(allowed is None or roster.generation <= allowed, f"{agent} restarts more than {allowed} times")
+        agent.entered, agent.failures = roster.generation, 0
 
     def _killed(self, agent: Witness, worker: SimulatedWorker) -> None:
         late = self.scene.now >= agent.opened_s + self.scene.setting.policy.stop_deadline_s
@@ -171,36 +171,6 @@ class Laws:
         better = [f.kind for f in told] == ["exception"] and fault.kind in ("death", "left", "wedged")
         self.require(not told or better, f"{agent} reports {fault} after {told}")
         told.append(fault)
-
-    def _explained(self, agent: Witness, before: Phase, event: Event, commands: Sequence[Command]) -> None:
-        """A death that explains an exception of somebody else must be reported as the better cause."""
-        if isinstance(event, Died | Wedged) and before is Phase.GATHERING and self._open_question(agent, event):
-            named = [c.fault.incarnation for c in commands if isinstance(c, Report)]
-            text = f"{agent} does not say that {event.incarnation} explains the fault"
-            self.require(event.incarnation in named, text)
-        agent.hear(event)
-
-    def _open_question(self, agent: Witness, event: Died | Wedged) -> bool:
-        who, generation = event.incarnation, agent.entered
-        told = agent.reports.get(generation, [])
-        if len(told) != 1 or told[0].kind != "exception" or told[0].incarnation == who:
-            return False
-        known = who in agent.deaths or who in agent.killed or (generation + 1, who) in agent.arrivals
-        return not known and self.scene.board[generation].rank_of(who) is not None
-
-    def _reported(self, agent: Witness) -> None:
-        ended = agent.entered
-        listed = {m.incarnation for m in self.scene.board[ended].members}
-        heard = [f for f in agent.faults if f.generation == ended and f.incarnation in listed]
-        self.require(not heard or agent.reports.get(ended), f"{agent} heard of {heard[:1]} and reported nothing")
-
-    def _nobody_known_dead(self, agent: Witness) -> None:
-        roster = self.scene.board[agent.entered]
-        for member in roster.members:
-            death = agent.deaths.get(member.incarnation)
-            done = self.workers[member.incarnation].completed
-            fine = death is None or (death.status == 0 and roster.generation in done)
-            self.require(fine, f"{agent} runs generation {roster.generation} with {member.incarnation}, known dead")
 
     def _finished(self, agent: Witness, generation: int) -> None:
         end = self.scene.board.get(generation + 1)

@@ -13,6 +13,7 @@ from everstep.recovery.core.state import Phase
 from everstep.recovery.core.words import Incarnation, Policy, Roster
 
 FOREVER = 1e9
+TROUBLES = ("starved", "sickly", "lost", "mute", "unwrapped", "end", "laggard")
 HOLD_UPS, HELD_UP = 0.05, 0.97
 Move = Callable[[], None]
 
@@ -31,10 +32,13 @@ class Setting:
     policy: Policy = field(default_factory=lambda: Policy(3))
     unwrapped: bool = False  # a script that does not know us: a stop kills it, its exit with 0 completes it
     starved: bool = False  # once running, no fresh process ever starts
+    hale: bool = False  # no fresh process fails to start
+    sickly: bool = False  # half of the fresh processes fail at once
     lost_checkpoints: bool = False  # the last intended checkpoint never becomes durable
     mute: bool = False  # once running, the board answers nobody
     end_wanted: bool = False  # somebody asks for the end on the way
     focus: Phase = Phase.RUNNING  # the adversary prefers to do harm when some agent stands there
+    slow_drain: float = 0.0  # chance that the end of draining is put off when drawn
     slowness: tuple[float, ...] = (0.0,)  # of each node's agent: chance that its move is put off when drawn
 
     @classmethod
@@ -42,9 +46,13 @@ class Setting:
         """Draw a setting from a seed."""
         rng = random.Random(seed)
         size = ranks or rng.choice((1, 2, 2, 3, 3, 4, 8))
-        nodes = min(size, rng.choice((1, 1, 2, 2, 2, 3)))
+        nodes = min(size, rng.choice((1, 2, 2, 3)))
         idle = rng.choice((0, 0, 1)) if nodes > 1 else 0
-        (trouble,) = rng.choices(("", "starved", "lost", "mute", "unwrapped", "end"), (60, 5, 5, 5, 10, 15))
+        laggard = rng.choice((0.6, 0.95, 0.98))
+        (trouble,) = rng.choices(("", *TROUBLES), (50, 5, 5, 5, 5, 10, 15, 5))
+        lags = trouble == "laggard"  # a node of spares that hears of everything last
+        if lags:
+            nodes, idle, laggard = 1, 1, 0.99
         (patience,) = rng.choices(("endless", "counted", "default"), (70, 15, 15))
         policy = Policy(
             size,
@@ -60,16 +68,18 @@ class Setting:
             nodes,
             spares=rng.choice((0, 1, 1, 2)),
             idle_nodes=idle,
-            steps=rng.choice((1, 2, 4)),
-            harms=rng.choice((0, 1, 2, 3, 5, 8)),
+            steps=1 if lags else rng.choice((1, 2, 4)),
+            harms=rng.choice((0, 2, 3, 5, 8)),
             policy=policy,
             unwrapped=trouble == "unwrapped",
             starved=trouble == "starved",
+            sickly=trouble == "sickly",
             lost_checkpoints=trouble == "lost",
             mute=trouble == "mute",
             end_wanted=trouble == "end",
-            focus=rng.choice([p for p in Phase if p is not Phase.ENDED]),
-            slowness=tuple(rng.choice((0.0, 0.0, 0.6, 0.95)) for _ in range(nodes + idle)),
+            focus=Phase.DRAINING if lags else rng.choice([p for p in Phase if p is not Phase.ENDED]),
+            slow_drain=0.9997 if lags else rng.choice((0.0, 0.9)),
+            slowness=(*(rng.choice((0.0, 0.0, 0.6, 0.95)) for _ in range(nodes)), laggard),
         )
 
     def share(self, node: int) -> int:

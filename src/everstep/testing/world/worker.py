@@ -26,7 +26,7 @@ class SimulatedWorker:
         self.rank: int | None = None
         self.completed: set[int] = set()  # generations
         self.status: int | None = None  # of its end
-        self.wedged = self.stuck = self.dirty = self.ill = False
+        self.wedged = self.stuck = self.dirty = self.ill = self.cut = False
         # What really goes on in it, whatever the table says.
         self.scripting = self.calling = self.cleaning = self.returning = self.leaving = False
         self.arrived_for = -1
@@ -56,6 +56,9 @@ class SimulatedWorker:
 
     def hear(self, event: member.Event) -> None:
         """The agent says something; it is read in order, perhaps twice."""
+        if self.cut:
+            return
+        self.cut = isinstance(event, member.LinkLost)
         for _ in range(2 if self.scene.chance(0.1) else 1):
             self.inbox.append(event)
             self.scene.soon(self._read)
@@ -156,8 +159,10 @@ class SimulatedWorker:
 
     def _cleaned(self) -> None:
         self.cleaning = False
-        self.step(member.Unhealthy() if self.ill else member.Healthy())
+        self.step(member.Unhealthy() if self.ill or self.scene.chance(0.15) else member.Healthy())
         self.ill = False
+        if self.returning:
+            self.scene.soon(lambda: self.die(self.bad_exit))
 
     def _arrive(self) -> None:
         assert not self.on_stack, f"{self} arrives with its function on the stack"
@@ -170,10 +175,12 @@ class SimulatedWorker:
     def _return(self) -> None:
         assert not self.on_stack, f"{self} returns with its function on the stack"
         self.returning = True
-        self.scene.soon(lambda: self.die(self.bad_exit))
+        if not self.cleaning:  # the main thread does both
+            self.scene.soon(lambda: self.die(self.bad_exit))
 
     def _leave(self) -> None:
         self.leaving = True
+        self.scene.soon(self.act)
         left = 0 if self.rank is None else 1
         self.scene.soon(lambda: self.die(left))
 
@@ -182,6 +189,9 @@ class SimulatedWorker:
     def act(self) -> None:
         """Go on with the function, if it can."""
         if not self.on_stack or not self.well:
+            return
+        if self.own.phase is Phase.LEFT:
+            self._end(self.scene.rng.choice((member.Returned(), member.Raised())))
             return
         if self.own.phase is not Phase.RUNNING:
             if self.aborted and self.interrupted:

@@ -10,6 +10,7 @@ What a driver must keep to, and what this world therefore keeps to:
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from everstep.errors import ProtocolError
 from everstep.recovery.core import guards, member, world
@@ -38,8 +39,9 @@ from everstep.recovery.core.words import (
     Wedged,
 )
 from everstep.recovery.core.world import Phase
-from everstep.testing.world.laws import Laws, Witness
+from everstep.testing.world.laws import Laws
 from everstep.testing.world.scene import Scene, Setting
+from everstep.testing.world.witness import Witness
 from everstep.testing.world.worker import SimulatedWorker, UnwrappedWorker
 
 MOST_MOVES = 200_000
@@ -55,7 +57,7 @@ class SimulatedAgent:
         self.slowness = setting.slowness[number % len(setting.slowness)]
         policy = replace(setting.policy, local_world_size=self.share)
         self.view = world.begin(self.name, policy)
-        self.witness = Witness(self.name)
+        self.witness = Witness(self.name, setting.ranks)
         self.workers: list[SimulatedWorker] = []
         self.starting = 0
         self.letting_go = False
@@ -111,8 +113,12 @@ class SimulatedAgent:
 
     def _drain(self, command: Drain) -> None:
         if not self.scene.setting.lost_checkpoints:
-            for _ in range(1 + self.scene.chance(0.1)):
-                self.scene.soon(lambda: self.hear(Drained(command.generation)), self.slowness)
+            for _ in range(1 + self.scene.chance(0.2)):
+                self.scene.soon(lambda: self._drained(command.generation), self.scene.setting.slow_drain)
+
+    def _drained(self, generation: int) -> None:
+        present = self.view.phase not in (Phase.GATHERING, Phase.RUNNING) and generation == self.witness.entered
+        self.hear(Drained() if present and self.scene.chance(0.5) else Drained(generation))
 
     def _finish(self, command: Finish) -> None:
         self.letting_go = True
@@ -128,7 +134,7 @@ class SimulatedAgent:
             if worker.well and not self.scene.setting.unwrapped:
                 worker.hear(member.LinkLost())
             elif worker.alive:
-                self.scene.soon(lambda worker=worker: worker.die(-9))
+                self.scene.soon(partial(worker.die, -9))
         if command.code != 0:
             self.scene.ask_to_end(EndRequested(command.code, command.reason))
 
@@ -168,8 +174,7 @@ class SimulatedAgent:
         worker.on_death = lambda: self.scene.laws.hurt(worker)
         self.workers.append(worker)
         self.scene.workers[worker.incarnation] = worker
-        if self.scene.harm_left and self.scene.chance(0.1 / setting.ranks):
-            self.scene.harm_left -= 1
+        if not setting.hale and self.scene.chance(0.5 if setting.sickly and self.view.roster else 0.02 / setting.ranks):
             worker.die(1)  # before it was announced; nobody else need know
             return
         facts = Facts(self.name, worker.slot, fresh=True)
@@ -184,6 +189,7 @@ class SimulatedWorld(Scene):
         self.workers: dict[Incarnation, SimulatedWorker] = {}
         self.laws = Laws(self, self.workers)
         self.harm_left = setting.harms
+        self.moves = 0
         self.agents = [SimulatedAgent(self, number) for number in range(setting.nodes + setting.idle_nodes)]
 
     def run(self) -> Iterable[End]:
@@ -191,10 +197,9 @@ class SimulatedWorld(Scene):
         for agent in self.agents:
             agent.hear(Ticked())
             agent.start(self.setting.spares)
-        moves = 0
         while any(agent.end is None for agent in self.agents):
-            moves += 1
-            self.laws.require(moves < MOST_MOVES, "no end in sight")
+            self.moves += 1
+            self.laws.require(self.moves < MOST_MOVES, "no end in sight")
             try:
                 self._adversary()
                 if not self.draw():
@@ -216,7 +221,7 @@ class SimulatedWorld(Scene):
         for agent in self.agents:
             copies = (agent is not source) + self.chance(0.08)
             for _ in range(copies):
-                self.soon(lambda agent=agent: agent.hear(event), agent.slowness)
+                self.soon(partial(agent.hear, event), agent.slowness)
         source.hear(event)
 
     def publish(self, roster: Roster) -> None:
@@ -228,12 +233,12 @@ class SimulatedWorld(Scene):
         self.laws.won(roster)
         for agent in self.agents:
             for _ in range(2 if self.chance(0.1) else 1):
-                self.soon(lambda agent=agent: agent.hear(Published(roster)), agent.slowness)
+                self.soon(partial(agent.hear, Published(roster)), agent.slowness)
 
     def ask_to_end(self, event: EndRequested) -> None:
         """Somebody wants the end: all hear of it."""
         for agent in self.agents:
-            self.soon(lambda agent=agent: agent.hear(event), agent.slowness)
+            self.soon(partial(agent.hear, event), agent.slowness)
 
     # Time.
 
@@ -249,7 +254,7 @@ class SimulatedWorld(Scene):
 
     def _tick(self) -> None:
         for agent in self.agents:
-            self.soon(lambda agent=agent: agent.hear(Ticked()), agent.slowness)
+            self.soon(partial(agent.hear, Ticked()), agent.slowness)
 
     # The adversary.
 
@@ -267,9 +272,13 @@ class SimulatedWorld(Scene):
             self.ask_to_end(EndRequested(143, "SIGTERM"))
 
     def _harm(self, worker: SimulatedWorker) -> None:
-        harms = (self._kill, self._wedge, self._taint)
+        harms = [self._kill, self._wedge, self._taint]
+        if not self.setting.unwrapped:
+            harms.append(self._cut)
         if worker.on_stack and worker.well:
-            harms = (self._kill, self._wedge, self._taint, self._raise, self._raise, self._stick, self._leave)
+            harms += [self._raise, self._raise, self._stick, self._leave]
+        if worker.well and worker.rank is not None and not worker.returning:
+            harms.append(self._alarm)
         harm = self.rng.choice(harms)
         self.tell("harm:", harm.__name__, worker)
         self.harm_left -= 1
@@ -286,6 +295,10 @@ class SimulatedWorld(Scene):
     def _leave(self, worker: SimulatedWorker) -> None:
         worker.die(0)
 
+    def _cut(self, worker: SimulatedWorker) -> None:
+        """Its line to the agent breaks: it ends by itself. A script that does not know us has no line."""
+        worker.hear(member.LinkLost())
+
     def _wedge(self, worker: SimulatedWorker) -> None:
         worker.wedged = True
         self._noticed(worker, Wedged(worker.incarnation, "", self.done))
@@ -293,6 +306,10 @@ class SimulatedWorld(Scene):
     def _stick(self, worker: SimulatedWorker) -> None:
         """The function hangs where no interrupt reaches it; its agent sees that the page does not move."""
         worker.stuck = True
+        self._alarm(worker)
+
+    def _alarm(self, worker: SimulatedWorker) -> None:
+        """Its page has not moved for a while, which may be nothing."""
         fault = Fault(worker.own.generation, "stall", "page", worker.incarnation, worker.rank, self.done)
         self._noticed(worker, Faulted(fault))
 
