@@ -15,6 +15,7 @@ import importlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
@@ -22,6 +23,9 @@ from typing import Any
 from everstep.errors import EverstepError, ExitCode
 from everstep.process import kernel
 from everstep.recovery.link import Link, LinkClosed
+
+MINDS_A_FORK = ("jemalloc_bg_thd",)
+"""Threads whose library holds its own locks over a fork."""
 
 Birth = tuple[Mapping[str, Any], list[int]]
 """In a new process: the agent's order, and the descriptors that came with it."""
@@ -78,7 +82,7 @@ def _parse(link: Link) -> bool:
 
 def _probe() -> str:
     """Fork a child that must finish a parallel region and a backward; return what is wrong, or nothing (Z1)."""
-    pid = os.fork()
+    pid = _fork()
     if pid == 0:
         _probe_child()
     deadline_s = 60
@@ -110,12 +114,19 @@ def _probe_child() -> None:
     os._exit(0)
 
 
+def _fork() -> int:
+    """Fork without Python 3.12's warning of threads: they are counted, and told to the agent, after the imports."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        return os.fork()
+
+
 def _fork_twice(link: Link, order: Mapping[str, Any], fds: list[int]) -> Birth | None:
     """Fork; the agent's new process gets back what it is to be, the zygote None."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    middle = os.fork()
+    middle = _fork()
     if middle:
         os.close(writer)
         pid = int(os.read(reader, 16) or b"0")
@@ -126,7 +137,7 @@ def _fork_twice(link: Link, order: Mapping[str, Any], fds: list[int]) -> Birth |
         _sessions.add(pid)
         link.send({"kind": "zygote.forked", "order": order["order"], "pid": pid})
         return None
-    if os.fork():
+    if _fork():
         os._exit(0)
     os.setsid()
     os.write(writer, str(os.getpid()).encode())
@@ -186,7 +197,7 @@ def main(argv: list[str]) -> int:
         link.send({"kind": "zygote.refused", "text": trouble, "code": int(ExitCode.CONFIGURATION)})
         return 0
     kernel.name_process("everstep-zygote")
-    others = kernel.other_threads()
+    others = [name for name in kernel.other_threads() if name not in MINDS_A_FORK]
     if others:
         text = f"the zygote has threads beside its own ({', '.join(others)}); a fork may find their locks held (Z1)"
         link.send({"kind": "zygote.notice", "text": text})
