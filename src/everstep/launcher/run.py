@@ -11,7 +11,7 @@ from pathlib import Path
 from everstep import environ
 from everstep.clock import SYSTEM
 from everstep.errors import ConfigurationError, EverstepError, ExitCode
-from everstep.events import RunStarted
+from everstep.events import Notice, RunStarted
 from everstep.launcher.agent.agent import Agent
 from everstep.launcher.agent.loop import Loop
 from everstep.launcher.agent.nursery import Nursery, Refused
@@ -79,6 +79,9 @@ def _run(
         telemetry.sinks += riding.sinks
         started = RunStarted(job=job, argv=tuple(argv), world_size=config.nproc, spares=config.spares)
         telemetry.emit(started)
+        if not config.wrapped and flags.get("spares") is None:
+            text = f"{config.script} names everstep nowhere: no spare is kept, a fault begins all of its workers anew"
+            telemetry.emit(Notice(text=text))
         preload = [*config.preload] or ([] if flags.get("preload") == "none" else top_level_imports(config))
         nursery.ask_zygote({"preload": preload}, "zygote.ready")
         agent = Agent(config, loop, nursery, telemetry, run_dir, riding.companions)
