@@ -14,7 +14,8 @@ from everstep.clock import Clock
 from everstep.errors import ConfigurationError, DamagedCheckpoint, UsageError
 from everstep.events import Category, Restored, SpanClosed, SpanOpened
 from everstep.inprocess.call import Assignment
-from everstep.telemetry import Telemetry
+from everstep.telemetry import Telemetry, say
+from everstep.training.exact import rebuilt_in_another_order
 from everstep.training.loop import Epochs
 
 LOADER = "loader"
@@ -35,6 +36,7 @@ class Keeper:
     ) -> None:
         self._snapshotter, self._intents, self._telemetry, self._clock = snapshotter, intents, telemetry, clock
         self._rank, self._world_size = assignment.rank, assignment.world_size
+        self._generation = assignment.generation
         self._told = assignment.companions.get("snapshot", {})
         self._disk = assignment.companions.get(_DISK)
         self._saved: State | None = None
@@ -45,6 +47,9 @@ class Keeper:
     ) -> None:
         """See `parts.Keeper.open`."""
         self._check_disk(checkpoint_dir, checkpoint_interval)
+        warning = rebuilt_in_another_order(state, self._world_size)
+        if warning and self._rank == 0 and self._generation == 0:
+            say(warning)
         kept = dict(state)
         if loader is not None:
             for name in (LOADER, EPOCHS):
