@@ -35,7 +35,10 @@ def metadata_bytes(manifest: Manifest) -> bytes:
         for n, entry in enumerate(chunks):
             index = MetadataIndex(name) if entry.dtype is None else MetadataIndex(name, torch.Size(entry.offsets), n)
             places[index] = _StorageInfo(entry.file, entry.at, entry.length)
-    return pickle.dumps(Metadata(described, paths, places, StorageMeta()), protocol=4)
+    return pickle.dumps(
+        Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places, storage_meta=StorageMeta()),
+        protocol=4,
+    )
 
 
 def _described(chunks: list[Entry]) -> TensorStorageMetadata | BytesStorageMetadata:

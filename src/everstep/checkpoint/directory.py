@@ -13,21 +13,27 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 from everstep.checkpoint.core import names
 from everstep.checkpoint.fileops import FileOps, PosixFiles, put
 from everstep.checkpoint.publish import remove
+from everstep.clock import SYSTEM, Clock
 from everstep.errors import ConfigurationError
+
+PATIENCE_S = 3.0
+"""How long writers may outlive their agent; a job that follows its predecessor's death at once waits for them."""
 
 
 class Claim:
     """One job's hold on a directory, from `take` to `close`."""
 
-    def __init__(self, directory: str, files: FileOps | None = None) -> None:
+    def __init__(self, directory: str, files: FileOps | None = None, clock: Clock = SYSTEM) -> None:
         self.directory = os.path.abspath(directory)
         self.job = secrets.token_hex(4)
         self.fd = -1
         self._files = files or PosixFiles()
+        self._clock = clock
 
     def take(self, run: str) -> list[str]:
         """Make, try and claim the directory, and sweep it; return what was swept and who else is there, as sentences.
@@ -96,19 +102,32 @@ class Claim:
             job = names.owner_of(name)
             if job is None or job == self.job:
                 continue
-            if _free(self._path(name)):
+            if self._freed(name):
                 self._try_unlink(name)
             else:
                 living.add(job)
         return living
 
+    def _freed(self, name: str) -> bool:
+        """True when nobody holds an owner file, or its agent is dead and its writers end while we wait."""
+        path = self._path(name)
+        deadline = self._clock.now() + PATIENCE_S
+        while not _free(path):
+            if not self._orphaned(path) or self._clock.now() >= deadline:
+                return False
+            self._clock.sleep(PATIENCE_S / 60)
+        return True
+
+    def _orphaned(self, path: str) -> bool:
+        owner = _read(path)
+        here = owner.get("host") == socket.gethostname() and isinstance(owner.get("pid"), int)
+        return here and not os.path.exists(f"/proc/{owner['pid']}")
+
     def _told(self, job: str) -> str:
-        try:
-            with open(self._path(names.owner(job)), "rb") as file:
-                told = json.loads(file.read())
-            return f"the run {told['run']} (process {told['pid']} on {told['host']})"
-        except (OSError, ValueError, KeyError):
-            return f"the job {job}"
+        owner = _read(self._path(names.owner(job)))
+        if {"run", "pid", "host"} <= owner.keys():
+            return f"the run {owner['run']} (process {owner['pid']} on {owner['host']})"
+        return f"the job {job}"
 
     def _dead(self, name: str, living: set[str]) -> bool:
         staging, probe = names.staging_of(name), names.PROBE.match(name)
@@ -141,6 +160,16 @@ class Claim:
             self._files.unlink(self._path(name))
         except OSError:
             return
+
+
+def _read(path: str) -> dict[str, Any]:
+    """What an owner file says; nothing where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            told: object = json.loads(file.read())
+    except (OSError, ValueError):
+        return {}
+    return dict(told) if isinstance(told, dict) else {}  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _free(path: str) -> bool:

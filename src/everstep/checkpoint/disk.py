@@ -101,7 +101,9 @@ class Disk:
             case "disk.staged":
                 self._staged(rank, message["save"], message["buffer"])
             case "disk.late":
-                self._plan = intents.late(self._plan, message["step"])
+                # Of all ranks that say so about one intent, the first makes the lead grow.
+                learn = intents.late if self._is(message["save"]) else intents.saw
+                self._plan = learn(self._plan, message["step"])
                 self._hear(message["save"], commit.Late(rank, message["step"]))
             case "disk.damaged":
                 self._strike(message["step"], message["text"])
@@ -198,7 +200,9 @@ class Disk:
 
     def problems(self) -> Sequence[str]:
         """See `Companion.problems`."""
-        return tuple(self._problems)
+        if not self.outstanding or self._save is None:
+            return tuple(self._problems)
+        return (*self._problems, f"the checkpoint of step {self._save.step} was still being written when the job ended")
 
     def close(self) -> None:
         """See `Companion.close`. Also after a start that was refused."""
@@ -353,6 +357,8 @@ class Disk:
         self._host.emit(TierEvent(tier=TIER, what="failed", step=save.step, seconds=seconds, text=save.text))
         self._notice(f"{text}. Training goes on; {stands}.", "error")
         self._tell({"kind": "disk.problem", "text": text})
+        if self._condemned and self._writers.prune([], self._folders(self._condemned)):
+            self._condemned = []  # their room may be what was missing
 
     # words
 

@@ -7,6 +7,7 @@ import pytest
 
 from everstep.checkpoint.core import names
 from everstep.checkpoint.directory import Claim
+from everstep.clock import SystemClock
 from everstep.errors import ConfigurationError
 from everstep.testing.disks import HostileFiles, UnsyncedFiles, Wound
 
@@ -132,3 +133,40 @@ def test_a_leftover_that_cannot_be_removed_is_told_and_does_not_stop_the_job(cla
     leftover(tmp_path, DEAD)
     files = HostileFiles({("rmdir", 1): Wound(errno.EBUSY)})
     assert "could not be removed" in claim(files).take("run")[0]
+
+
+class Waiting(SystemClock):
+    """A clock in which something happens while somebody waits."""
+
+    def __init__(self, happens, after=3):
+        self.slept, self._happens, self._after = 0, happens, after
+
+    def now(self):
+        return self.slept * 0.05
+
+    def sleep(self, seconds):
+        self.slept += 1
+        if self.slept == self._after:
+            self._happens()
+
+
+def test_writers_that_outlive_their_agent_are_waited_for(claim, tmp_path):
+    dead = claim()
+    dead.take("killed")
+    path = tmp_path / "ckpt" / names.owner(dead.job)
+    path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', '"pid": 4194304'))
+    left = leftover(tmp_path, dead.job)
+    clock = Waiting(lambda: os.close(dead.fd))
+    mine = Claim(str(tmp_path / "ckpt"), UnsyncedFiles(), clock)
+    assert mine.take("next") == [f"removed {left}, left over by a writer that is gone"]
+    mine.close()
+    dead.fd = -1
+
+
+def test_a_living_agent_is_not_waited_for(claim, tmp_path):
+    claim().take("living")
+    clock = Waiting(lambda: None)
+    mine = Claim(str(tmp_path / "ckpt"), UnsyncedFiles(), clock)
+    assert "in use by the run living" in mine.take("next")[0]
+    assert clock.slept == 0
+    mine.close()

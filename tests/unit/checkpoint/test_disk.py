@@ -101,6 +101,36 @@ def test_a_rank_that_is_past_the_intent_voids_it_for_all_and_the_next_lies_ahead
     assert b.disk.problems() == ()
 
 
+def test_many_ranks_late_for_one_intent_count_once(bench):
+    b = bench(world_size=8, interval=1)
+    b.enter()
+    token = b.disk._save.token
+    for rank in range(8):
+        b.clients[rank].rewound(1)
+        b.disk.on_message(rank, {"kind": "disk.late", "save": token, "step": 1}, ())
+    assert b.disk._plan.lead == 1
+
+
+def test_a_failed_save_gives_back_the_room_of_what_was_given_up(bench, tmp_path):
+    hostile = [HostileFiles(), HostileFiles()]
+    b = bench(files=lambda rank: hostile[rank])
+    b.enter()
+    b.steps(1, 30)
+    assert on_disk(tmp_path) == ["step-10", "step-20", "step-30"]  # step 10's data wait for readers
+    hostile[1].wounds = {("write", 0): Wound(errno.ENOSPC)}
+    b.steps(31, 40)
+    assert on_disk(tmp_path) == ["step-20", "step-30"]
+
+
+def test_a_save_that_is_cut_off_by_the_end_shows_in_the_exit_status(bench):
+    b = bench()
+    b.enter()
+    b.steps(1, 9)
+    b.steps(10, 10, write=False)
+    assert not b.disk.drained(True)
+    assert "step 10 was still being written" in b.disk.problems()[0]
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("kind", ["mkdir", "create", "write", "fsync", "fsync_dir", "rename"])
 def test_a_save_that_fails_is_reported_everywhere_and_the_next_goes_on(bench, tmp_path, code, kind):
