@@ -23,9 +23,9 @@ LIMIT_S = 90
 class Job:
     """One `everstep run`, of two ranks where nothing else is said."""
 
-    def __init__(self, tmp_path, name, steps, *, pause_s=0.0, interval=10, directory="ckpt", ranks=2, keep=2):
+    def __init__(self, tmp_path, name, steps, *, pause_s=0.0, interval=10, directory="ckpt", ranks=2, keep=2, spares=0):
         self.run, self.losses = tmp_path / name, tmp_path / f"{name}.losses"
-        flags = ["--nproc-per-node", str(ranks), "--spares", "0", "--run-dir", str(self.run)]
+        flags = ["--nproc-per-node", str(ranks), "--spares", str(spares), "--run-dir", str(self.run)]
         flags += ["--checkpoint-keep", str(keep)]
         flags += ["--checkpoint-dir", str(tmp_path / directory), "--checkpoint-interval", str(interval)]
         command = [sys.executable, "-m", "everstep.cli", "run", *flags, str(SCRIPT), str(steps), str(pause_s)]
@@ -151,6 +151,23 @@ def test_killed_writers_are_replaced_and_the_saves_go_on(tmp_path):
     assert steps_in(tmp_path / "ckpt")[0] == 150
     assert (code == 0) == (job.tiers("failed") == []), told
     assert len({line.split()[3] for line in job.losses.read_text().splitlines()}) == 2, "the ranks never stopped"
+
+
+def test_killed_workers_neither_stop_nor_spoil_what_is_being_saved(tmp_path):
+    """A fault ends the intents that not all have staged, and no other; what is committed is of one attempt."""
+    job = Job(tmp_path, "run", 200, pause_s=0.01, interval=3, spares=1)
+    for hits in (1, 2, 3):
+        job.until(lambda hits=hits: len(job.tiers("committed")) > 2 * hits)
+        victim = [line.split() for line in job.losses.read_text().splitlines() if line.startswith("1 ")][-1]
+        os.kill(int(victim[3]), signal.SIGKILL)
+        job.until(lambda hits=hits: len(job.events("GenerationStarted")) > hits)
+    code, told = job.end()
+    assert code == 0, told
+    assert job.tiers("failed") == []
+    assert steps_in(tmp_path / "ckpt")[0] == 200
+    assert not [wound for found in catalog.scan(str(tmp_path / "ckpt")) for wound in catalog.verify(found)]
+    lost = [e["restore_step"] for e in job.events("GenerationStarted") if e["number"]]
+    assert len(lost) == 3
 
 
 def test_a_directory_that_goes_away_fails_saves_by_name_and_in_the_exit_status(tmp_path):

@@ -109,3 +109,12 @@ def test_an_intent_is_a_multiple_ahead_of_all_that_is_known_and_none_is_lost_wit
 def test_an_impossible_interval_is_refused_with_the_mend(interval):
     with pytest.raises(UsageError, match="give 1 or more"):
         intents.Plan(interval)
+
+
+def test_a_fresh_plan_begins_with_the_first_step_and_its_lead_doubles_from_one():
+    assert intents.choose(intents.Plan(1))[1].step == 1
+    plan, leads = intents.Plan(1), []
+    for _ in range(12):
+        plan = intents.late(plan, 5)
+        leads.append(plan.lead)
+    assert leads == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1024]
