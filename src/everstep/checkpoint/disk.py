@@ -196,7 +196,8 @@ class Disk:
     def outstanding(self) -> bool:
         """True while writers have something to do."""
         save = self._save
-        return self._writers.busy or (save is not None and save.phase is not commit.Phase.ASKED)
+        busy = self._writers_begun is not None and self._writers_begun.busy
+        return busy or (save is not None and save.phase is not commit.Phase.ASKED)
 
     def problems(self) -> Sequence[str]:
         """See `Companion.problems`."""

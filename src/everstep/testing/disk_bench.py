@@ -152,7 +152,8 @@ class DiskBench:
         try:
             self.disk.start(self)
         except EverstepError:
-            self.disk.close()  # as the agent does
+            assert not self.disk.problems()  # asked and closed, as the agent does
+            self.disk.close()
             raise
 
     def _client(self, rank: int) -> IntentClient:
