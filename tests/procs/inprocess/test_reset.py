@@ -40,10 +40,6 @@ def changes():
         keep.append(torch.nn.utils.parametrize.cached())
         keep[-1].__enter__()
 
-    def mixed():
-        torch.set_float32_matmul_precision("medium")
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
-
     def ddp():
         import torch.nn.parallel.distributed as module
 
@@ -68,9 +64,7 @@ def changes():
         "default dtype": lambda: torch.set_default_dtype(torch.float64),
         "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
         "matmul precision": lambda: torch.set_float32_matmul_precision("high"),
-        "precision cuda matmul": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
-        "precision generic all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
-        "matmul precision, which torch refuses to tell when two ways were mixed": mixed,
+        **precisions(torch),
         "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
         "cudnn benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
         "math attention": lambda: torch.backends.cuda.enable_math_sdp(False),
@@ -84,6 +78,25 @@ def changes():
         "excepthook": lambda: setattr(sys, "excepthook", lambda *_: None),
         "recursion limit": lambda: sys.setrecursionlimit(5000),
         "working directory": lambda: os.chdir("/"),
+    }
+
+
+def precisions(torch):
+    """Two ways to set them since 2.9, which torch refuses to tell apart when they were mixed; one before."""
+    if not hasattr(torch._C, "_get_fp32_precision_getter"):
+        return {
+            "cublas tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+            "cudnn tf32": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+        }
+
+    def mixed():
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+    return {
+        "precision cuda matmul": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        "precision generic all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+        "matmul precision, mixed": mixed,
     }
 
 
