@@ -3,7 +3,7 @@
 Notes keep facts. Orders are given once: a view remembers whom it has had killed and how many it has asked for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from everstep.recovery.core import assignment, policy
@@ -48,8 +48,13 @@ def note_announced(world: World, event: Announced, now: float) -> Outcome:
 
 def note_arrived(world: World, event: Arrived, now: float) -> Outcome:
     """A member is back; the first arrival counts."""
-    here = {event.incarnation: event.facts, **world.arrived.get(event.generation, {})}
-    return replace(world, arrived={**world.arrived, event.generation: here}), ()
+    before = world.arrived.get(event.generation, {})
+    if event.incarnation in before:
+        return world, ()
+    here = {**before, event.incarnation: event.facts}
+    taint = {(event.generation, event.incarnation)} if event.facts.dirt else ()
+    arrived = {**world.arrived, event.generation: here}
+    return replace(world, arrived=arrived, tainted=world.tainted.union(taint)), ()
 
 
 def note_died(world: World, event: Died, now: float) -> Outcome:
@@ -102,7 +107,7 @@ def kill_overdue(world: World, event: object, now: float) -> Outcome:
 
 def kill_unfit(world: World, event: object, now: float) -> Outcome:
     """Whoever differs from a fresh process is replaced (P9)."""
-    unfit = dirty(world)
+    unfit = sorted(dirty(world), key=lambda i: world.ranks[i])
     texts = "; ".join(f"rank {world.ranks[i]}: {', '.join(world.here[i].dirt)}" for i in unfit)
     return _kill(world, unfit, f"it differs from a fresh process ({texts})")
 
@@ -141,6 +146,7 @@ def open_next(world: World, event: object, now: float) -> Outcome:
         generation=generation,
         since=now,
         arrived={g: who for g, who in world.arrived.items() if g >= generation},
+        tainted=frozenset((g, who) for g, who in world.tainted if g >= generation),
         completed={g: who for g, who in world.completed.items() if g >= world.generation},
         published={g: roster for g, roster in world.published.items() if g >= generation},
         faults=tuple(f for f in world.faults if f.generation >= generation),
@@ -219,7 +225,7 @@ def end_too_late(world: World, event: object, now: float) -> Outcome:
     """A wait is over. A world that has run before is not at fault: its node is to be replaced."""
     if world.phase is Phase.PUBLISHING:
         lacking = "an answer from the store that holds the rosters"
-    elif missing := awaited(world):
+    elif missing := list(awaited(world)):
         lacking = "the death of " + ", ".join(f"rank {world.ranks[i]} ({i})" for i in missing)
     else:
         lacking = f"fresh processes for {world.wanting} of {world.policy.world_size} ranks"
@@ -246,7 +252,7 @@ def end_requested(world: World, event: EndRequested, now: float) -> Outcome:
     return world, (End(event.code, event.reason),)
 
 
-def _kill(world: World, whom: Sequence[Incarnation], reason: str) -> Outcome:
+def _kill(world: World, whom: Iterable[Incarnation], reason: str) -> Outcome:
     new = [i for i in whom if world.may_kill(i)]
     killed = replace(world, killed=world.killed | set(new), standbys=_without(world.standbys, new))
     return killed, tuple(Kill(i, reason) for i in new)

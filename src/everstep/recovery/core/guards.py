@@ -44,12 +44,14 @@ def hopeless(world: World, event: object, now: float) -> bool:
 
 def all_completed(world: World, event: object, now: float) -> bool:
     """Every member's function has returned."""
-    return all(world.has_completed(i) for i in world.ranks)
+    enough = len(world.returners) + len(world.lost) >= len(world.ranks)  # cheap, and most of the time the answer
+    return enough and all(world.has_completed(i) for i in world.ranks)
 
 
 def complete(world: World, event: object, now: float) -> bool:
     """Every member of the last roster has arrived or is dead, and every gap has a standby."""
-    return world.wanting == 0 and not awaited(world) and not dirty(world)
+    enough = len(world.here) + len(world.lost) >= len(world.ranks)  # cheap, and most of the time the answer
+    return enough and world.wanting == 0 and not dirty(world) and not any(True for _ in awaited(world))
 
 
 def unfit(world: World, event: object, now: float) -> bool:
@@ -127,7 +129,11 @@ def blame(world: World, event: Died | Wedged) -> Fault:
 
 def dirty(world: World) -> list[Incarnation]:
     """Return the members that have arrived with something in them that a fresh process does not have."""
-    return [i for i, facts in world.survivors.items() if facts.dirt]
+    return [i for generation, i in world.tainted if generation == world.generation and _alive(world, i)]
+
+
+def _alive(world: World, incarnation: Incarnation) -> bool:
+    return world.listed(incarnation) and incarnation not in world.lost
 
 
 def _ending(status: int) -> str:

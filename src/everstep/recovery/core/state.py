@@ -5,7 +5,7 @@ Rule 2: what can be derived is not stored, but for `ranks` and `lost`: they spar
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from everstep.recovery.core.assignment import Standby
@@ -38,6 +38,7 @@ class World:
     lost: frozenset[Incarnation] = frozenset()  # members of `roster` that are dead
     standbys: Mapping[Incarnation, Standby] = field(default_factory=dict[Incarnation, Standby])
     arrived: Mapping[int, Mapping[Incarnation, Facts]] = field(default_factory=dict[int, Mapping[Incarnation, Facts]])
+    tainted: frozenset[tuple[int, Incarnation]] = frozenset()  # who arrived for which generation with dirt
     completed: Mapping[int, frozenset[Incarnation]] = field(default_factory=dict[int, frozenset[Incarnation]])
     published: Mapping[int, Roster] = field(default_factory=dict[int, Roster])
     faults: tuple[Fault, ...] = ()  # known, of this and later generations
@@ -111,19 +112,21 @@ class World:
     @property
     def wanting_here(self) -> int:
         """How many of them this node should find a process for."""
+        if self.wanting == 0:
+            return 0
         own = sum(s.facts.node == self.node for s in self.standbys.values())
         if self.roster is None:
             share = self.policy.local_world_size
             gaps = self.policy.world_size if share is None else share
         else:
-            gaps = sum(m.node == self.node for m in self.roster.members if m.incarnation in self.lost)
+            gaps = sum(self.roster.members[self.ranks[i]].node == self.node for i in self.lost)
         return min(self.wanting, max(0, gaps - own))
 
 
-def awaited(world: World) -> list[Incarnation]:
-    """Return the members that have neither arrived nor died; one that is being killed is awaited until it is dead."""
+def awaited(world: World) -> Iterator[Incarnation]:
+    """Yield the members that have neither arrived nor died; one that is being killed is awaited until it is dead."""
     here, killed = world.here, world.killed
-    return [i for i in world.ranks if i not in world.lost and (i not in here or i in killed)]
+    return (i for i in world.ranks if i not in world.lost and (i not in here or i in killed))
 
 
 def stop_by(world: World) -> float:

@@ -24,10 +24,10 @@ def test_sizes(ranks):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [None, *SIZES])
-def test_thousands_of_seeds(ranks):
-    for seed in range(10_000, 10_000 + 50 * SIZES.get(ranks, 200)):
+@pytest.mark.parametrize(("ranks", "part"), [(ranks, part) for ranks in (None, *SIZES) for part in range(10)])
+def test_thousands_of_seeds(ranks, part):
+    many = 5 * SIZES.get(ranks, 200)
+    for seed in range(10_000 + part * many, 10_000 + (part + 1) * many):
         SimulatedWorld(Setting.drawn(seed, ranks=ranks)).run()
 
 
