@@ -36,9 +36,21 @@ def script(tmp_path_factory, request):
     return folder / "train_llama.py"
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
-def test_the_plain_loop_trains_every_step_once_on_both_ranks(script, tmp_path, parallel):
-    tape = torchrun(script, tmp_path / "record.jsonl", "--parallel", parallel)
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, request):
+    """The tiny configuration as somebody's local folder of a model."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("model")
+    tiny = json.loads((request.config.rootpath / "examples/models.json").read_text())["tiny"]
+    LlamaConfig(**tiny["config"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("parallel", "named"), [("fsdp", True), ("ddp", False)], ids=["fsdp", "ddp, local folder"])
+def test_the_plain_loop_trains_every_step_once_on_both_ranks(script, model_folder, tmp_path, parallel, named):
+    model = "tiny" if named else str(model_folder)
+    tape = torchrun(script, tmp_path / "record.jsonl", "--parallel", parallel, "--model", model)
     assert sorted((x.step, x.rank) for x in tape.executions) == [(s, r) for s in range(1, STEPS + 1) for r in range(2)]
     assert sorted(x.rank for x in tape.endings) == [0, 1]
     assert len({x.loss for x in tape.executions}) == 2 * STEPS, "ranks see different rows, steps differ"

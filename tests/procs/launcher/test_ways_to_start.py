@@ -1,0 +1,47 @@
+"""torchrun's ways to name what is to run: a module, another program, variables instead of flags, one node of some."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.procs
+
+MODULE = """
+import json, os, sys
+print(json.dumps([__name__, sys.argv[1:], os.environ["RANK"], os.environ["WORLD_SIZE"], os.path.basename(sys.argv[0])]))
+"""
+
+
+def run(tmp_path, *words, **env):
+    command = [sys.executable, "-m", "everstep.cli", "run", "--run-dir", str(tmp_path / "run"), *words]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55, env=os.environ | env)
+
+
+def test_a_module_and_its_arguments(tmp_path):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").touch()
+    (tmp_path / "pack" / "work.py").write_text(MODULE)
+    done = run(tmp_path, "--nproc-per-node=2", "-m", "pack.work", "--lr", "0.1")
+    assert done.returncode == 0, done.stderr
+    told = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert told == [["__main__", ["--lr", "0.1"], rank, "2", "work.py"] for rank in "01"]
+
+
+def test_another_program_with_variables_for_flags(tmp_path):
+    """`--no-python`, with PET_NPROC_PER_NODE and PET_MAX_RESTARTS: its exit code counts, and so do its restarts."""
+    text = "n=$TORCHELASTIC_RESTART_COUNT; echo rank $RANK of $WORLD_SIZE attempt $n; exit $((RANK && !n))"
+    done = run(tmp_path, "--no-python", "sh", "-c", text, PET_NPROC_PER_NODE="2", PET_MAX_RESTARTS="1")
+    assert done.returncode == 0, done.stderr
+    lines = {line for line in done.stdout.splitlines() if line.startswith("rank")}
+    assert {f"rank {rank} of 2 attempt 1" for rank in "01"} <= lines
+    assert "rank 1 of 2 attempt 0" in lines
+
+
+def test_a_program_that_ends_by_a_signal_is_not_a_success(tmp_path):
+    done = run(tmp_path, "--no-python", "--max-restarts", "0", "sh", "-c", "kill -9 $$")
+    assert done.returncode == 1
+    assert f"{signal.SIGKILL.value}" in done.stderr or "SIGKILL" in done.stderr
