@@ -42,6 +42,7 @@ BASE_IMPORTS = (
     "torch.utils.data",
     "torch._dynamo",
     "everstep.training",
+    "everstep.checkpoint.writer",
     "everstep.launcher.birth",
 )
 """What every worker needs, and torch's lazy modules, which must never be interrupted half imported (I1, E18)."""

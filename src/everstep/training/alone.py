@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from everstep.clock import SYSTEM, Clock
 from everstep.environ import Placement
+from everstep.errors import ConfigurationError
 from everstep.events import Event
 from everstep.process.page import Phase
 from everstep.telemetry import say
@@ -23,6 +24,12 @@ def device_of(backend: str, local_rank: int) -> torch.device:
     """Return the device that `backend` works on, and make it the current one."""
     if "nccl" not in backend:
         return torch.device("cpu")
+    found = torch.cuda.device_count()
+    if local_rank >= found:
+        raise ConfigurationError(
+            f"local rank {local_rank} has no GPU of its own: this node shows {found}. Start at most {found} ranks here, or "
+            'let ranks share one over gloo: @everstep.resilient(backend="cpu:gloo,cuda:gloo").'
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

@@ -12,7 +12,7 @@ from everstep.checkpoint.load import State, open_checkpoint
 from everstep.checkpoint.snapshot import Recovered, Snapshotter
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, DamagedCheckpoint, UsageError
-from everstep.events import Category, Restored, SpanClosed, SpanOpened
+from everstep.events import Category, Notice, Restored, SpanClosed, SpanOpened
 from everstep.inprocess.call import Assignment
 from everstep.telemetry import Telemetry, say
 from everstep.training.exact import rebuilt_in_another_order
@@ -114,6 +114,8 @@ class Keeper:
 
     def take(self, step: int) -> None:
         """See `parts.Keeper.take`."""
+        for text in self._intents.problems():  # a save that failed is told at the next step, on every rank (CS-37)
+            self._telemetry.emit(Notice(text=text, level="error"))
         due = self._intents.due(step)
         taken = self._snapshotter.take(step, hold=due)
         if due:

@@ -51,7 +51,7 @@ def test_the_twin_differs_from_the_run_in_its_name_and_the_faults_alone():
 
 def test_a_script_that_is_not_there_is_a_usage_error(tmp_path, capsys):
     assert demo.main(["--script", str(tmp_path / "none.py"), "--out", str(tmp_path)]) == 64
-    assert "none.py does not exist" in capsys.readouterr().out.replace("\n", " ")
+    assert "none.py does not exist" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_the_time_went_to_adds_up():
