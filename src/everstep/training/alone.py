@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 
 def device_of(backend: str, local_rank: int) -> torch.device:
-    """Return the device that `backend` works on, and make it the current one."""
-    if "nccl" not in backend:
+    """Return the device that `backend` works on, and make it the current one. Over gloo ranks may share one."""
+    if "nccl" not in backend and "cuda" not in backend:
         return torch.device("cpu")
     found = torch.cuda.device_count()
-    if local_rank >= found:
+    if "nccl" in backend and local_rank >= found:
         raise ConfigurationError(
-            f"local rank {local_rank} has no GPU of its own: this node shows {found}. Start at most {found} ranks here, "
+            f"local rank {local_rank} has no GPU of its own, this node shows {found}. Start at most {found} ranks here, "
             'or let ranks share one over gloo: @everstep.resilient(backend="cpu:gloo,cuda:gloo").'
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank % max(found, 1))
     torch.cuda.set_device(device)
     return device
 
