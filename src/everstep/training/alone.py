@@ -27,7 +27,7 @@ def device_of(backend: str, local_rank: int) -> torch.device:
     found = torch.cuda.device_count()
     if "nccl" in backend and local_rank >= found:
         raise ConfigurationError(
-            f"local rank {local_rank} has no GPU of its own, this node shows {found}. Start at most {found} ranks here, "
+            f"local rank {local_rank} has no GPU of its own: this node has {found}. Start at most {found} ranks here, "
             'or let ranks share one over gloo: @everstep.resilient(backend="cpu:gloo,cuda:gloo").'
         )
     device = torch.device("cuda", local_rank % max(found, 1))
