@@ -96,35 +96,27 @@ def pss(process: psutil.Process) -> float:
     return process.memory_full_info().pss / MIB
 
 
-def test_what_a_job_costs_beside_its_ranks(start, record_property):
-    """E32: an agent without torch, and a zygote whose pages its children share; 400 MB together without preloads."""
+def test_what_a_job_costs_beside_its_ranks_and_how_they_ended(start, record_property):
+    """E32: an agent without torch, and a zygote whose pages its children share; 400 MB together without preloads.
+
+    E31: twice forked, workers are the agent's own: of a child of the zygote a pidfd tells that it died, not of what.
+    """
     job = start(STAND, "--nproc-per-node", "2", "--preload", "none")
-    job.wait_for("up", 2)
+    (worker, _) = job.wait_for("up", 2)
     agent = psutil.Process(job.process.pid)
     family = {p.name(): p for p in agent.children(recursive=True)}
     zygote = family["everstep-zygote"]
     assert not [m.path for m in agent.memory_maps() if "libtorch" in m.path or "numpy" in m.path]
-    figures = {
-        "agent_pss": pss(agent), "zygote_pss": pss(zygote), "zygote_rss": zygote.memory_info().rss / MIB,
-    }  # fmt: skip
     for name, each in sorted(family.items()):
         record_property(f"{name}_pss_mib", round(pss(each), 1))
-    for name, value in figures.items():
-        record_property(f"{name}_mib", round(value, 1))
-    assert figures["agent_pss"] < 60
-    assert figures["agent_pss"] + figures["zygote_rss"] < 400
-    (job.folder / "end").touch()
-    assert job.ended().code == 0
-
-
-def test_the_agent_knows_how_its_workers_ended(start):
-    """E31: twice forked, they are the agent's own: of a child of the zygote a pidfd tells that it died, not of what."""
-    job = start(STAND, "--nproc-per-node", "2")
-    (worker, *_) = job.wait_for("up", 2)
-    assert psutil.Process(worker["pid"]).ppid() == job.process.pid
+    record_property("agent_pss_mib", round(pss(agent), 1))
+    assert pss(agent) < 60
+    assert pss(agent) + zygote.memory_info().rss / MIB < 400
+    assert psutil.Process(worker["pid"]).ppid() == agent.pid
     os.kill(worker["pid"], signal.SIGSEGV)
-    job.wait_for("up", 3)
+    job.wait_for("up", 4)
     (job.folder / "end").touch()
     ended = job.ended()
+    assert ended.code == 0, ended.err
     (died,) = [e for e in ended.events("ProcessEnded") if e["child_pid"] == worker["pid"]]
     assert died["status"] == -signal.SIGSEGV
