@@ -12,7 +12,8 @@ from typing import NoReturn
 
 from everstep import __version__
 from everstep.errors import EverstepError, ExitCode, UsageError
-from everstep.telemetry import say
+from everstep.process import kernel
+from everstep.telemetry import leave_streams, say
 
 _COMMANDS = {
     "report": "everstep.goodput.commands",
@@ -25,6 +26,7 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    kernel.hold_standard_streams()
     try:
         if words and words[0] == "run":
             return _run(words[1:])
@@ -34,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except BrokenPipeError:  # `everstep report | head`
         return int(ExitCode.FAILED)
+    finally:
+        leave_streams()
 
 
 def _run(words: Sequence[str]) -> int:

@@ -1,8 +1,11 @@
 """Where events go: a `Telemetry` stamps them and hands them to its sinks.
 
-Any thread may emit. A sink that fails is dropped with one line on stderr: accounting never ends a training job.
+Any thread may emit. A sink that fails (a full disk) is tried again with the next event, and one line on stderr says so:
+accounting never ends a training job, and a minute without space does not end the accounting. Nor does a console that
+nobody reads any more.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterable
@@ -64,6 +67,7 @@ class Telemetry:
     rank: int | None = None
     generation: int | None = None
     boot: str = field(default_factory=boot_id)
+    _failing: dict[int, int] = field(default_factory=dict[int, int])  # events lost so far, by the sink's identity
 
     def emit(self, event: Event, *, at_s: float | None = None) -> Record:
         """Stamp `event` (at `at_s` monotonic seconds, else now), hand it to every sink, return the record."""
@@ -79,11 +83,22 @@ class Telemetry:
             try:
                 sink.write(record)
             except (OSError, ValueError) as error:
-                self.sinks.remove(sink)
-                os.write(
-                    2, f"everstep: {type(sink).__name__} dropped, its events are lost from here on: {error}\n".encode()
-                )
+                self._failed(sink, error)
+            else:
+                if self._failing:
+                    self._recovered(sink)
         return record
+
+    def _failed(self, sink: Sink, error: Exception) -> None:
+        lost = self._failing.get(id(sink), 0)
+        self._failing[id(sink)] = lost + 1
+        if lost == 0:
+            say(f"{type(sink).__name__} cannot be written, events of this run are lost: {error}")
+
+    def _recovered(self, sink: Sink) -> None:
+        lost = self._failing.pop(id(sink), 0)
+        if lost:
+            say(f"{type(sink).__name__} can be written again; {lost} events were lost")
 
 
 def read_lines(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
@@ -103,5 +118,19 @@ def read_lines(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
 
 
 def say(text: str) -> None:
-    """Print one line for a person on stderr."""
-    print(f"everstep: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the door for words to people
+    """Print one line for a person on stderr, where somebody still reads it."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"everstep: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the door for words to people
+
+
+def leave_streams() -> None:
+    """Flush what a command has printed; a reader that has gone is no error, and changes no exit code (LA-23)."""
+    for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed, or there never was one
+            with contextlib.suppress(OSError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, fd)  # what the interpreter flushes at its end goes there
+                os.close(null)

@@ -4,6 +4,7 @@ Threads: `call` and all of its body run on the thread of the wrapped call; `_hea
 `_tick` on the ticker. All three step the table under one lock; only the main thread runs, cleans and returns.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -104,13 +105,7 @@ class Caller:
 
         Raises what asked for the end (SystemExit, KeyboardInterrupt); faults of the body are the ladder's business.
         """
-        if self.session.called:
-            raise UsageError(
-                "a second wrapped function was called in this process. Everstep recovers one wrapped call a process "
-                "for now: call the other training from inside the first, or run it as a job of its own."
-            )
-        if threading.get_ident() != self._main:
-            raise UsageError("the wrapped function must be called on the main thread: signals interrupt only there.")
+        self._check_place()
         self.session.called = True
         self._interrupter, self._cleaner = interrupter, cleaner
         self.session.send({"kind": "world.attached"})
@@ -127,6 +122,21 @@ class Caller:
             ticker.join()
             interrupter.close()
             self.session.page.phase(PagePhase.NONE, self._clock.now())
+
+    def _check_place(self) -> None:
+        """Refuse a call that cannot be recovered. The agent is told too: on a thread nobody may look at the error."""
+        text = ""
+        if self.session.called:
+            text = (
+                "a second wrapped function was called in this process. Everstep recovers one wrapped call a process "
+                "for now: call the other training from inside the first, or run it as a job of its own."
+            )
+        elif threading.get_ident() != self._main:
+            text = "the wrapped function must be called on the main thread: signals interrupt only there."
+        if text:
+            refusal = UsageError(text)
+            self._refuse(refusal)
+            raise refusal
 
     def _generations(self, body: Callable[[Assignment], T], interrupter: Interrupter, cleaner: Cleaner) -> T:
         result: list[T] = []
@@ -150,40 +160,43 @@ class Caller:
     ) -> BaseException | None:
         assignment = self._assignment
         self._begin(assignment)
+        self._exit = None
         try:
             result.append(interrupter.call(assignment.generation, lambda: body(assignment)))
         except RankShouldRestart as interrupt:
             self._step(member.Unwound())
             return interrupt
-        except SystemExit as end:
-            return self._asked(end, result)
-        except KeyboardInterrupt as end:
-            raise self._leave(end, 130) from None
+        except (SystemExit, KeyboardInterrupt) as end:
+            return self._asked(end)
         except BaseException as error:  # noqa: BLE001 - whatever a user's function raises is a fault of the generation
             self._raised(error)
             return error
         self._step(member.Returned())
         return None
 
-    def _asked(self, end: SystemExit, result: list[T]) -> BaseException | None:
-        """`sys.exit(0)` is a way to complete; any other code ends the job with it (IR-12)."""
-        if end.code in (None, 0):
+    def _asked(self, end: SystemExit | KeyboardInterrupt) -> BaseException | None:
+        """`sys.exit(0)` is a way to complete; any other code ends the job with it (IR-12).
+
+        Unless this generation is being left: then it is what the function made of our interrupt, and void.
+        """
+        if isinstance(end, SystemExit) and end.code in (None, 0):
             self._exit = SystemExit(0)
             self._step(member.Returned())
             return None
-        del result
-        raise self._leave(end, end.code if isinstance(end.code, int) else 1)
-
-    def _leave(self, end: BaseException, code: int) -> BaseException:
-        text = f"{type(end).__name__}({end}) in the wrapped function asked for the end"
+        if self._phase() is not Phase.RUNNING:
+            self._step(member.Raised(), error=end)
+            return end
+        code = 130 if isinstance(end, KeyboardInterrupt) else end.code if isinstance(end.code, int) else 1
+        text = f"{_brief(end)}, raised in the wrapped function, asked for the end"
         self.session.send({"kind": "world.asked", "code": code, "text": text})
-        return end
+        raise end
 
     def _raised(self, error: BaseException) -> None:
         """Say what happened, once and in full, before anything of it is dropped."""
         if self._phase() is Phase.RUNNING:
-            sys.stderr.write("".join(self._printed(error)))
-            sys.stderr.flush()
+            with contextlib.suppress(Exception):  # the script may have put anything in its place
+                sys.stderr.write("".join(self._printed(error)))
+                sys.stderr.flush()
             if isinstance(error, EverstepError) and error.exit_code in _REFUSALS:
                 self._refuse(error)
         self._step(member.Raised(), error=error)
@@ -226,7 +239,7 @@ class Caller:
         try:
             dirt = cleaner.clean(error)
         except Exception as trouble:  # noqa: BLE001 - a process that cannot be cleaned is replaced, whatever the reason
-            self.session.send({"kind": "world.replace", "text": f"cleaning failed: {trouble!r}"})
+            self.session.send({"kind": "world.replace", "text": f"cleaning failed: {_brief(trouble)}"})
             self._step(member.Unhealthy())
             return
         self._step(member.Healthy(), dirt=dirt)

@@ -9,7 +9,6 @@ Rule 3: nothing here starts a thread; the first wrapped call does.
 import atexit
 import contextlib
 import importlib
-import io
 import os
 import random
 import runpy
@@ -27,7 +26,8 @@ import numpy as np
 import torch
 
 from everstep import environ
-from everstep.process import kernel
+from everstep.launcher import console
+from everstep.process import kernel, mark
 from everstep.process.page import Page
 from everstep.recovery import session
 from everstep.recovery.core.words import Incarnation
@@ -50,7 +50,7 @@ def live(order: Mapping[str, Any], fds: list[int]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    environ.replace(order["environment"])
+    environ.replace(order["environment"] | mark.words(order["job"], order["order"]))
     if order["role"] == "helper":
         return _help(link, order)
     return _work(link, order, go, fds)
@@ -114,7 +114,8 @@ def _begin(me: session.Session, begin: Mapping[str, Any]) -> int:
     """This process has a rank: be what torchrun would have started, and run the script."""
     _redirect(begin["stdout"], begin["stderr"])
     environ.replace(begin["environment"])
-    os.chdir(begin["cwd"])
+    with contextlib.suppress(OSError):  # it has been removed: we stand in it all the same
+        os.chdir(begin["cwd"])
     os.umask(begin["umask"])
     if begin["program"] is not None:
         os.set_inheritable(me.link.fileno(), False)
@@ -139,9 +140,7 @@ def _redirect(stdout: str, stderr: str) -> None:
                 fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.dup2(fd, target)
                 os.close(fd)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=True)  # torchrun runs `python -u`
+    console.renew()
 
 
 def _fresh_randomness(threads: int) -> None:
@@ -192,7 +191,8 @@ def _exit_code(end: SystemExit) -> int:
         return 0
     if isinstance(end.code, int):
         return end.code & 0xFF
-    sys.stderr.write(f"{end.code}\n")
+    with contextlib.suppress(Exception):  # a user's __str__ may raise anything
+        sys.stderr.write(f"{end.code}\n")
     return 1
 
 

@@ -16,6 +16,8 @@ from everstep.errors import ConfigurationError, UsageError
 _DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS = _DECIMAL | {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _MOST_FILES_READ = 200
+_STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*,?")
+_RANKS = re.compile(r"(\s*\d+\s*(,|$))*")
 MARK = re.compile(r"\beverstep\b")
 
 
@@ -41,6 +43,7 @@ class LaunchConfig:
     grace_s: float = 15.0
     soft_timeout_s: float | None = None
     hard_timeout_s: float | None = None
+    first_timeout_s: float | None = None
     preload: tuple[str, ...] = ()
     master_port: int | None = None
     role: str = "default"
@@ -63,11 +66,25 @@ class LaunchConfig:
             raise UsageError(
                 "--module and --no-python contradict each other: one runs a Python module, the other none."
             )
+        self._check_times()
+        self._check_streams()
+
+    def _check_times(self) -> None:
         soft, hard = self.soft_timeout_s, self.hard_timeout_s
         if soft is not None and hard is not None and not 0 < soft < hard:
             raise UsageError(f"--soft-timeout {soft:g} and --hard-timeout {hard:g}: 0 < soft < hard is expected.")
+        for limit in (soft, hard, self.first_timeout_s):
+            if limit is not None and limit <= 0:
+                raise UsageError(f"a timeout of {limit:g} s: give seconds, more than 0, or leave it out to be learned.")
         if self.grace_s < 0:
             raise UsageError(f"--grace {self.grace_s:g}: seconds, 0 or more.")
+
+    def _check_streams(self) -> None:
+        for flag, text in (("redirects", self.redirects), ("tee", self.tee)):
+            if not _STREAMS.fullmatch(text):
+                raise UsageError(f"--{flag} {text!r}: give 0 to 3 for all ranks, or pairs like 0:1,1:3.")
+        if not _RANKS.fullmatch(self.local_ranks_filter):
+            raise UsageError(f"--local-ranks-filter {self.local_ranks_filter!r}: give local ranks like 0,2.")
 
 
 def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
@@ -96,6 +113,7 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         grace_s=float(flags["grace"]),
         soft_timeout_s=flags.get("soft_timeout"),
         hard_timeout_s=flags.get("hard_timeout"),
+        first_timeout_s=flags.get("first_timeout"),
         preload=tuple(name for name in preload.split(",") if name and name != "none"),
         master_port=flags.get("master_port"),
         role=str(flags["role"]),

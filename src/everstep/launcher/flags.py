@@ -62,6 +62,7 @@ def build(extensions: Sequence[str]) -> argparse.ArgumentParser:
     add(
         "hard-timeout", type=float, default=None, help="Seconds without progress until the rank is killed and replaced."
     )
+    add("first-timeout", type=float, default=None, help="The same for set-up and first step (learned, at most 600).")
     for dotted in extensions:
         module, _, function = dotted.partition(":")
         getattr(importlib.import_module(module), function)(parser)

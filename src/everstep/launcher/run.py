@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import signal
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,7 +15,8 @@ from everstep.errors import ConfigurationError, EverstepError, ExitCode
 from everstep.events import Notice, RunStarted
 from everstep.launcher.agent.agent import Agent
 from everstep.launcher.agent.loop import Loop
-from everstep.launcher.agent.nursery import Nursery, Refused
+from everstep.launcher.agent.nursery import Nursery
+from everstep.launcher.agent.zygotes import Refused
 from everstep.launcher.config import LaunchConfig, from_flags, writable
 from everstep.launcher.preload import top_level_imports
 from everstep.recovery.api import Companion
@@ -40,6 +42,7 @@ def main(argv: Sequence[str], extensions: Sequence[str], riders: MakeRiders) -> 
     loop = Loop(SYSTEM)
     nursery = Nursery(loop, telemetry, job)
     try:
+        _stand_somewhere()
         return _run(argv, extensions, riders, job, telemetry, loop, nursery)
     except Refused as refused:
         if refused.args[0]:
@@ -51,7 +54,10 @@ def main(argv: Sequence[str], extensions: Sequence[str], riders: MakeRiders) -> 
     except KeyboardInterrupt:
         return int(ExitCode.SIGNALLED) + 2
     finally:
-        nursery.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C: we are ending as fast as can be
+        left = nursery.close()
+        if left:
+            say(f"processes {', '.join(map(str, left))} do not end, not even by SIGKILL: they wait inside the kernel")
         loop.close()
 
 
@@ -65,7 +71,7 @@ def _run(
     nursery: Nursery,
 ) -> int:
     nursery.start_zygote()
-    flags = nursery.ask_zygote({"argv": list(argv), "extensions": list(extensions)}, "zygote.flags")["flags"]
+    flags = nursery.zygotes.ask({"argv": list(argv), "extensions": list(extensions)}, "zygote.flags")["flags"]
     config = from_flags(flags)
     run_dir = run_folder(flags.get("run_dir"))
     with _held(run_dir):
@@ -77,17 +83,27 @@ def _run(
         riding = riders(config, run_dir)
         nursery.environment |= riding.environment
         telemetry.sinks += riding.sinks
+        for text in nursery.notices:
+            nursery.notice(text)
         started = RunStarted(job=job, argv=tuple(argv), world_size=config.nproc, spares=config.spares)
         telemetry.emit(started)
         if not config.wrapped and flags.get("spares") is None:
             text = f"{config.script} names everstep nowhere: no spare is kept, a fault begins all of its workers anew"
             telemetry.emit(Notice(text=text))
         preload = [*config.preload] or ([] if flags.get("preload") == "none" else top_level_imports(config))
-        nursery.ask_zygote({"preload": preload}, "zygote.ready")
+        nursery.zygotes.ask({"preload": preload}, "zygote.ready")
         agent = Agent(config, loop, nursery, telemetry, run_dir, riding.companions)
-        for text in nursery.notices():
-            agent.notice(text, "warning")
         return agent.run()
+
+
+def _stand_somewhere() -> None:
+    """Refuse a current folder that has been removed: neither paths nor workers have a place in it."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise ConfigurationError(
+            "the current folder has been removed; go to one that exists, and start again."
+        ) from None
 
 
 def run_folder(given: str | None) -> Path:

@@ -4,12 +4,15 @@ Rule 1: exec'd before the agent opens any socket (P15, Z4); one thread; no tenso
         process that has run one OpenMP region hangs in its first).
 Rule 2: a child is forked twice, so that the agent, a sub-reaper, is its parent (Z3); it waits for the agent's `go`.
 Rule 3: the child leaves this module's loop: `_serve` returns what the child is to run, and `main` runs it.
-Rule 4: it is the janitor: when the agent is gone it ends every session it forked, and then itself.
+Rule 4: it is the janitor: when the agent is gone it ends every session it forked, all that carries the job's mark, and
+        then itself. It hears of that end at once, stopped or in the middle of an import, by a SIGCONT from the kernel.
+Rule 5: a fork that fails is said, never raised: the zygote outlives a lack of process numbers.
 
-usage: python -m everstep.launcher.zygote LINK_FD (then one JSON packet: argv, extensions)
+usage: python -m everstep.launcher.zygote LINK_FD JOB AGENT_PID (then JSON packets: argv and extensions; preload; forks)
 """
 
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -21,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from everstep.errors import EverstepError, ExitCode
-from everstep.process import kernel
+from everstep.process import kernel, mark
 from everstep.recovery.link import Link, LinkClosed
 
 MINDS_A_FORK = ("jemalloc_bg_thd",)
@@ -83,8 +86,13 @@ def _parse(link: Link) -> bool:
 
 def _probe() -> str:
     """Fork a child that must finish a parallel region and a backward; return what is wrong, or nothing (Z1)."""
-    pid = _fork()
+    zygote = os.getpid()
+    try:
+        pid = _fork()
+    except OSError as error:
+        return f"no process can be forked on this machine: {error.strerror}; see `ulimit -u` and the cgroup's pids.max."
     if pid == 0:
+        kernel.die_with_parent(zygote)
         _probe_child()
     deadline_s = 60
 
@@ -125,27 +133,51 @@ def _fork() -> int:
 def _fork_twice(link: Link, order: Mapping[str, Any], fds: list[int]) -> Birth | None:
     """Fork; the agent's new process gets back what it is to be, the zygote None."""
     reader, writer = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    middle = _fork()
+    for stream in (sys.stdout, sys.stderr):  # what a preload has printed is said once, and by us
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    try:
+        middle = _fork()
+    except OSError as error:
+        _tell_birth(link, order, -(error.errno or errno.EAGAIN))
+        _close_all([reader, writer, *fds])
+        return None
     if middle:
         os.close(writer)
-        pid = int(os.read(reader, 16) or b"0")
-        os.close(reader)
+        pid = int(os.read(reader, 16) or -errno.ESRCH)
         os.waitpid(middle, 0)
-        for fd in fds:
-            os.close(fd)
-        _sessions.add(pid)
-        link.send({"kind": "zygote.forked", "order": order["order"], "pid": pid})
+        _tell_birth(link, order, pid)
+        _close_all([reader, *fds])
         return None
-    if _fork():
-        os._exit(0)
+    try:
+        if _fork():
+            os._exit(0)
+    except OSError as error:
+        os.write(writer, str(-(error.errno or errno.EAGAIN)).encode())
+        os._exit(1)
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
     os.setsid()
+    mark.rewrite(order["order"])
     os.write(writer, str(os.getpid()).encode())
     keep = sorted({0, 1, 2, *fds})
     for low, high in zip(keep, [*keep[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(low + 1, high)
     return order, fds
+
+
+def _tell_birth(link: Link, order: Mapping[str, Any], pid: int) -> None:
+    """Tell the agent of its new process, or (minus an error's number) why there is none."""
+    with contextlib.suppress(LinkClosed):  # its end is heard where the next order is awaited
+        if pid > 0:
+            _sessions.add(pid)
+            link.send({"kind": "zygote.forked", "order": order["order"], "pid": pid})
+        else:
+            link.send({"kind": "zygote.unborn", "order": order["order"], "text": os.strerror(-pid)})
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 _sessions: set[int] = set()
@@ -162,56 +194,75 @@ def _serve(link: Link) -> Birth | None:
             born = _fork_twice(link, order, fds)
             if born is not None:
                 return born
+        elif order["kind"] == "zygote.adopt":  # what a zygote before this one had forked
+            _sessions.update(order["pids"])
         elif order["kind"] == "zygote.forget":
             _sessions.discard(order["pid"])
         elif order["kind"] == "zygote.end":
             return None
 
 
-def _clean_up(job: str) -> None:
-    """The agent is gone: end every session that was forked here, and what carries the job's mark (LA-06)."""
-    mine = os.getpid()
-    for pid, stat in kernel.processes().items():
-        if pid != mine and stat.state != "Z" and (stat.session in _sessions or kernel.belongs_to(pid, job)):
-            kernel.kill(pid)
+def _listen_for_the_end(agent: int, job: str) -> None:
+    """End with the agent, whatever we are doing when it goes (rule 4)."""
+    me = os.getpid()
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        """SIGCONT: perhaps from the kernel, for our parent's end; perhaps from a shell."""
+        del number, frame
+        if os.getpid() == me and os.getppid() != agent:
+            mark.kill(job, sessions=frozenset(_sessions))
+            os._exit(0)
+
+    signal.signal(signal.SIGCONT, hear)
+    if not kernel.hear_of_parents_end(agent, signal.SIGCONT):
+        os._exit(0)
 
 
 def main(argv: list[str]) -> int:
     """Prepare, say ready, serve. Returns the exit code of the zygote, or of whatever a child ran."""
-    link = Link.from_fd(int(argv[0]))
-    job = argv[1]
+    link, job = Link.from_fd(int(argv[0])), argv[1]
+    _listen_for_the_end(int(argv[2]), job)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # the agent decides when we end
+    born = None
+    with contextlib.suppress(LinkClosed):  # the agent has gone
+        if not _prepare(link):
+            return 0
+        born = _serve(link)
+    if born is not None:
+        from everstep.launcher import birth  # noqa: PLC0415 - loaded with the rest; named here to keep torch out before
+
+        birth.leave(birth.live(*born))
+    mark.kill(job, sessions=frozenset(_sessions))
+    return 0
+
+
+def _prepare(link: Link) -> bool:
+    """Do all that is done once; False when there is nothing to serve for (the agent has been told why)."""
     if not _parse(link):
-        return 0
+        return False
     order, _ = link.receive()
     try:
         _import(BASE_IMPORTS, link, required=True)
         loaded = _import(tuple(order["preload"]), link, required=False)
+    except LinkClosed:
+        raise
     except Exception as error:  # noqa: BLE001 - told to the agent, who ends the job with it
         link.send({"kind": "zygote.refused", "text": f"imports failed: {error!r}", "code": int(ExitCode.CONFIGURATION)})
-        return 0
+        return False
     gc.collect()
     gc.freeze()
     trouble = _probe()
     if trouble:
         link.send({"kind": "zygote.refused", "text": trouble, "code": int(ExitCode.CONFIGURATION)})
-        return 0
+        return False
     kernel.name_process("everstep-zygote")
     others = [name for name in kernel.other_threads() if name not in MINDS_A_FORK]
     if others:
         text = f"the zygote has threads beside its own ({', '.join(others)}); a fork may find their locks held (Z1)"
         link.send({"kind": "zygote.notice", "text": text})
     link.send({"kind": "zygote.ready", "preloaded": loaded})
-    from everstep.launcher import birth  # noqa: PLC0415 - brings torch; it is here to be inherited
-
-    born = _serve(link)
-    if born is not None:
-        birth.leave(birth.live(*born))
-    _clean_up(job)
-    with contextlib.suppress(OSError):
-        link.close()
-    return 0
+    return True
 
 
 if __name__ == "__main__":

@@ -31,6 +31,22 @@ def die_with_parent(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def hear_of_parents_end(parent: int, number: int) -> bool:
+    """Have the kernel send `number` to this process when its present parent ends; False where it has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent
+
+
+def hold_standard_streams() -> None:
+    """Open /dev/null for each of descriptors 0, 1 and 2 that is closed, lest a socket of ours become a console."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: `fd` itself
+            os.set_inheritable(fd, True)
+
+
 def name_process(name: str) -> None:
     """Set the name that ps and top show (15 bytes)."""
     _prctl(_PR_SET_NAME, name.encode()[:15])
@@ -77,6 +93,23 @@ def processes() -> dict[int, Status]:
     return {pid: stat for pid, stat in found if stat is not None}
 
 
+def kill_session(session: int) -> None:
+    """SIGKILL every process of a session."""
+    for pid, stat in processes().items():
+        if stat.session == session and stat.state != "Z":
+            kill(pid)
+
+
+def children() -> list[int]:
+    """Children of this process, adopted ones and the dead not yet reaped included; one short read a thread."""
+    try:
+        lists = [Path(f"/proc/self/task/{task}/children").read_text() for task in os.listdir("/proc/self/task")]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        mine = os.getpid()
+        return [pid for pid, stat in processes().items() if stat.parent == mine]
+    return [int(word) for text in lists for word in text.split()]
+
+
 def kill(pid: int, number: int = signal.SIGKILL) -> bool:
     """Send a signal; False when nobody was there."""
     try:
@@ -84,16 +117,3 @@ def kill(pid: int, number: int = signal.SIGKILL) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def kill_session(session: int) -> list[int]:
-    """SIGKILL every process of a session; return their pids."""
-    return [pid for pid, stat in processes().items() if stat.session == session and stat.state != "Z" and kill(pid)]
-
-
-def belongs_to(pid: int, job: str) -> bool:
-    """True when `pid` was started (by exec) with this job's mark in its environment."""
-    try:
-        return f"EVERSTEP_JOB={job}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 _FORMAT = struct.Struct("=8q")
 SIZE = 4096
 _WORD = struct.Struct("=q")
-_STEP, _MARK, _AUTO, _PHASE, _LIMIT, _GENERATION, _STARTED, _SPARE = range(8)
+_NAME_AT, _NAME_BYTES = _FORMAT.size, 48
+_STEP, _MARK, _AUTO, _PHASE, _LIMIT, _GENERATION, _STARTED, _FROM = range(8)
 
 
 class Phase:
@@ -38,6 +39,8 @@ class Reading:
     limit_s: float  # the declared phase's own limit; 0: none
     generation: int
     started_s: float  # when this generation was entered
+    from_step: int = 0  # after which this generation goes on
+    name: str = ""  # of a declared phase; only for people: a reader may see half of it
 
 
 class Page:
@@ -60,6 +63,7 @@ class Page:
         """A generation begins: its first step has its own limit."""
         self._put(_STARTED, int(now * 1e9))
         self._put(_GENERATION, generation)
+        self._put(_FROM, _WORD.unpack_from(self._map, _STEP * 8)[0])  # until it is known better
         self.phase(Phase.FIRST, now)
 
     def step_done(self, step: int, now: float) -> None:
@@ -70,6 +74,7 @@ class Page:
 
     def resumed(self, step: int, now: float) -> None:
         """A generation goes on after `step`; its first step still has its own limit."""
+        self._put(_FROM, step)
         self._put(_STEP, step)
         self._put(_MARK, int(now * 1e9))
 
@@ -81,16 +86,23 @@ class Page:
         """The worker's ticking thread ran: the interpreter lock is not held for ever."""
         self._put(_AUTO, int(now * 1e9))
 
-    def phase(self, phase: int, now: float, limit_s: float = 0.0) -> None:
+    def phase(self, phase: int, now: float, limit_s: float = 0.0, name: str = "") -> None:
         """Say what this worker does from here on."""
+        self._map[_NAME_AT : _NAME_AT + _NAME_BYTES] = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
         self._put(_LIMIT, int(limit_s * 1e9))
         self._put(_MARK, int(now * 1e9))
         self._put(_PHASE, phase)
 
     def read(self) -> Reading:
         """Return all fields."""
-        step, mark, auto, phase, limit, generation, started, _ = _FORMAT.unpack_from(self._map, 0)
-        return Reading(step, mark / 1e9, auto / 1e9, phase, limit / 1e9, generation, started / 1e9)
+        step, mark, auto, phase, limit, generation, started, first = _FORMAT.unpack_from(self._map, 0)
+        name = self._map[_NAME_AT : _NAME_AT + _NAME_BYTES].rstrip(b"\0").decode(errors="replace")
+        return Reading(step, mark / 1e9, auto / 1e9, phase, limit / 1e9, generation, started / 1e9, first, name)
+
+    @property
+    def generation(self) -> int:
+        """The generation that was entered last."""
+        return int(_WORD.unpack_from(self._map, _GENERATION * 8)[0])
 
     def close(self) -> None:
         """Unmap."""

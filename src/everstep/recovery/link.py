@@ -1,17 +1,23 @@
 """A local line between an agent and one of its processes: one JSON object a packet, descriptors beside it.
 
 A SOCK_SEQPACKET pair: packets stay whole, the end of the other side is seen at once, nothing has a name on disk.
-Sending is allowed from any thread; receiving belongs to one.
+Sending is allowed from any thread; receiving belongs to one. A message that no packet holds (an environment of 100 KB
+and more) goes as a descriptor of its text, without its two sides knowing.
 """
 
+import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_PACKET = 160 * 1024
+MAX_MESSAGE = 64 * 1024 * 1024
 MAX_FDS = 64
+_ELSEWHERE = b"@"
+"""A packet that begins with it, and no JSON does, says that its first descriptor holds the message."""
 
 
 class LinkClosed(ConnectionError):
@@ -47,13 +53,25 @@ class Link:
         self._end.setblocking(flag)
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send one message. Raises LinkClosed when nobody is there, ValueError when it is larger than MAX_PACKET."""
+        """Send one message. Raises LinkClosed when nobody is there, ValueError when it is larger than MAX_MESSAGE."""
         packet = json.dumps(message, separators=(",", ":")).encode()
-        if len(packet) > MAX_PACKET:
+        if len(packet) <= MAX_PACKET:
+            self._send(packet, fds)
+            return
+        if len(packet) > MAX_MESSAGE:
             kind = message.get("kind")
             raise ValueError(
-                f"message {kind!r} has {len(packet)} bytes, more than {MAX_PACKET}: pass a descriptor instead"
+                f"message {kind!r} has {len(packet)} bytes, more than {MAX_MESSAGE}: pass a descriptor instead"
             )
+        fd = os.memfd_create("everstep-message", os.MFD_CLOEXEC)
+        try:
+            with open(fd, "wb", closefd=False) as file:
+                file.write(packet)
+            self._send(_ELSEWHERE, [fd, *fds])
+        finally:
+            os.close(fd)
+
+    def _send(self, packet: bytes, fds: Sequence[int]) -> None:
         try:
             with self._lock:
                 socket.send_fds(self._end, [packet], list(fds))
@@ -63,7 +81,10 @@ class Link:
             raise LinkClosed(str(error)) from error
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """Wait for one message and its descriptors, which are the caller's to close. Raises LinkClosed at the end."""
+        """Wait for one message and its descriptors, which are the caller's to close.
+
+        Raises LinkClosed at the end, and ValueError for what is not a message of ours; its descriptors are closed.
+        """
         try:
             packet, fds, flags, _ = socket.recv_fds(self._end, MAX_PACKET + 1, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -72,9 +93,15 @@ class Link:
             raise LinkClosed(str(error)) from error
         if not packet:
             raise LinkClosed("the other side has closed")
-        if flags & socket.MSG_TRUNC:
-            raise ValueError(f"a packet of more than {MAX_PACKET} bytes arrived cut; it cannot be read")
-        return json.loads(packet), fds
+        try:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ValueError(f"a packet of more than {MAX_PACKET} bytes arrived cut; it cannot be read")
+            return _message(_fetched(fds.pop(0)) if packet == _ELSEWHERE and fds else packet), fds
+        except ValueError:
+            for fd in fds:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            raise
 
     def shutdown(self) -> None:
         """End the line for both sides; a thread inside `receive` returns with LinkClosed."""
@@ -86,3 +113,17 @@ class Link:
     def close(self) -> None:
         """Close our descriptor."""
         self._end.close()
+
+
+def _fetched(fd: int) -> bytes:
+    """Return what was too large for a packet, and close its descriptor."""
+    with open(fd, "rb") as file:
+        file.seek(0)
+        return file.read(MAX_MESSAGE)
+
+
+def _message(packet: bytes) -> dict[str, Any]:
+    found = json.loads(packet)
+    if not isinstance(found, dict):
+        raise ValueError("a packet that is no JSON object arrived")
+    return found

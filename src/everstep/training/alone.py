@@ -93,7 +93,7 @@ class AloneParts:
     def page_resumed(self, step: int) -> None:
         """See `Parts.page_resumed`."""
 
-    def enter_phase(self, phase: int, limit_s: float = 0.0) -> None:
+    def enter_phase(self, phase: int, limit_s: float = 0.0, name: str = "") -> None:
         """See `Parts.enter_phase`."""
 
     def mark(self) -> None:

@@ -57,8 +57,8 @@ class Steps:
         finally:
             faults.detach()
             self._write_late()
+            parts.enter_phase(Phase.NONE)  # also after a `break`: what comes then is no step, and has no limit
         parts.keeper.finish(self._total)
-        parts.enter_phase(Phase.NONE)
 
     def _one(self, step: int, given: Any) -> Generator[Any]:
         began = self._clock.now()

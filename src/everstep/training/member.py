@@ -141,10 +141,11 @@ class MemberParts:
         """See `Parts.page_resumed`."""
         self._session.page.resumed(step, self.clock.now())
 
-    def enter_phase(self, phase: int, limit_s: float = 0.0) -> None:
-        """See `Parts.enter_phase`."""
+    def enter_phase(self, phase: int, limit_s: float = 0.0, name: str = "") -> None:
+        """See `Parts.enter_phase`. A loop that is left late (its frames are dropped) says nothing of the next one."""
         self.phase = phase
-        self._session.page.phase(phase, self.clock.now(), limit_s)
+        if self._session.page.generation == self._assignment.generation:
+            self._session.page.phase(phase, self.clock.now(), limit_s, name)
 
     def mark(self) -> None:
         """See `Parts.mark`."""

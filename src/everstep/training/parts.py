@@ -101,7 +101,7 @@ class Parts(Protocol):
         """Say on the page that this generation goes on after `step`."""
         ...
 
-    def enter_phase(self, phase: int, limit_s: float = 0.0) -> None:
+    def enter_phase(self, phase: int, limit_s: float = 0.0, name: str = "") -> None:
         """Say on the page what is done from here on."""
         ...
 

@@ -29,6 +29,7 @@ class Run:
         self.device = parts.device
         self._logged: dict[str, Any] = {}
         self._looped = False
+        self._phases: list[tuple[int, float, str]] = []  # declared and not left, with their limits and names
 
     @overload
     def steps(
@@ -89,27 +90,30 @@ class Run:
     @contextlib.contextmanager
     def phase(self, name: str, limit: float | None = None) -> Generator[None]:
         """Declare that what follows is not a step (`eval`, `save`): with `limit` seconds of its own, or none."""
-        with self._declared(Phase.DECLARED, Category.PHASE, limit or 0.0):
+        if limit is not None and limit <= 0:
+            raise UsageError(f"run.phase({name!r}, limit={limit!r}): give seconds, more than 0, or None for no limit.")
+        with self._declared(Phase.DECLARED, Category.PHASE, limit or 0.0, name):
             yield
-        del name
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
         """Declare that this rank waits for something outside (a person, a cluster): no limit applies anywhere."""
-        with self._declared(Phase.PAUSED, Category.PAUSED, 0.0):
+        with self._declared(Phase.PAUSED, Category.PAUSED, 0.0, "paused"):
             yield
 
     @contextlib.contextmanager
-    def _declared(self, phase: int, category: Category, limit_s: float) -> Generator[None]:
+    def _declared(self, phase: int, category: Category, limit_s: float, name: str) -> Generator[None]:
         parts = self._parts
-        before = parts.phase
-        parts.enter_phase(phase, limit_s)
+        outer = self._phases[-1] if self._phases else (parts.phase, 0.0, "")
+        self._phases.append((phase, limit_s, name))
+        parts.enter_phase(phase, limit_s, name)
         parts.emit(SpanOpened(category=category.value))
         try:
             yield
         finally:
             parts.emit(SpanClosed(category=category.value))
-            parts.enter_phase(before)
+            self._phases.pop()
+            parts.enter_phase(*outer)
 
     def ping(self) -> None:
         """Give a sign of progress from inside a long step."""

@@ -40,28 +40,43 @@ class Ended:
         return [n for n in self.notes if n["what"] == what]
 
     def events(self, kind: str) -> list[dict]:
-        lines = [
-            json.loads(line)
-            for path in sorted((self.run_dir / "events").glob("agent-*.jsonl"))
-            for line in path.read_text().splitlines()
-            if line.strip()
-        ]
-        return [line["is"] | {"mono_s": line["at"]["mono_s"]} for line in lines if line["event"] == kind]
+        return [e for e in agent_events(self.run_dir) if e["event"] == kind]
+
+
+def agent_events(run_dir: Path) -> list[dict]:
+    """What agents have written into the ledger so far; a torn last line is left out."""
+    found = []
+    for path in sorted((run_dir / "events").glob("agent-*.jsonl")):
+        for text in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                line = json.loads(text)
+                found.append(line["is"] | {"event": line["event"], "mono_s": line["at"]["mono_s"]})
+    return found
 
 
 class Job:
     """One running `everstep run`."""
 
     def __init__(
-        self, folder: Path, text: str, *flags: str, args: tuple[str, ...] = (), env: dict | None = None
+        self,
+        folder: Path,
+        text: str,
+        *flags: str,
+        args: tuple[str, ...] = (),
+        env: dict | None = None,
+        run_dir: Path | None = None,
+        streams: dict | None = None,
     ) -> None:
         self.mark = uuid.uuid4().hex
         self.folder = folder
-        self.run_dir = folder / "run"
+        self.run_dir = run_dir or folder / "run"
         self.notes_file = folder / "notes.jsonl"
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
         script = folder / "script.py"
         script.write_text(text)
-        environment = os.environ | {"NOTES": str(self.notes_file), "EVERSTEP_TEST_MARK": self.mark} | (env or {})
+        own = {"NOTES": str(self.notes_file), "EVERSTEP_TEST_MARK": self.mark, "TMPDIR": str(self.temporary)}
+        environment = os.environ | own | (env or {})
         command = [
             sys.executable,
             "-m",
@@ -76,9 +91,9 @@ class Job:
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL} | (streams or {})),
             text=True,
+            errors="replace",
             env=environment,
             cwd=folder,
             process_group=0,
@@ -88,6 +103,9 @@ class Job:
         if not self.notes_file.exists():
             return []
         return [json.loads(line) for line in self.notes_file.read_text().splitlines() if line.strip()]
+
+    def events(self) -> list[dict]:
+        return agent_events(self.run_dir)
 
     def wait_for(self, what: str, count: int = 1, limit_s: float = 40.0) -> list[dict]:
         deadline = time.monotonic() + limit_s
@@ -102,7 +120,7 @@ class Job:
     def ended(self, limit_s: float = 60.0) -> Ended:
         out, err = self.process.communicate(timeout=limit_s)
         seconds = time.monotonic() - self.began
-        return Ended(self.process.returncode, out, err, seconds, self.run_dir, self.notes())
+        return Ended(self.process.returncode, out or "", err or "", seconds, self.run_dir, self.notes())
 
     def left(self) -> list[int]:
         """Processes that carry this job's mark, zombies apart."""
@@ -134,14 +152,17 @@ class Job:
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a job: `start(text, *flags, args=…, env=…)`; whatever is left at the end is a failure."""
+    """Start a job: `start(text, *flags, args=…, env=…)`, in the folder of another with `again`.
+
+    Whatever is left at the end, a process or a temporary file, is a failure.
+    """
     jobs: list[Job] = []
 
-    def begin(text: str, *flags: str, args: tuple[str, ...] = (), env: dict | None = None, wrapped: bool = True) -> Job:
-        folder = tmp_path / f"job{len(jobs)}"
-        folder.mkdir()
+    def begin(text: str, *flags: str, wrapped: bool = True, again: Job | None = None, **settings) -> Job:
+        folder = again.folder if again else tmp_path / f"job{len(jobs)}"
+        folder.mkdir(exist_ok=True)
         head = HEAD if wrapped else HEAD.replace("import everstep\n", "")
-        jobs.append(Job(folder, head + text, *flags, args=args, env=env))
+        jobs.append(Job(folder, head + text, *flags, **settings))
         return jobs[-1]
 
     yield begin
@@ -149,3 +170,6 @@ def start(tmp_path):
     for job in jobs:
         job.end()
     assert not left, f"left behind: {left}"
+    files = [file.name for job in jobs for file in job.temporary.iterdir()]
+    # torch's cache; what multiprocessing keeps in a child, of a user's, that was killed
+    assert not [name for name in files if not name.startswith(("torchinductor_", "pymp-"))]

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import time
 
 import pytest
 
@@ -37,22 +38,32 @@ def test_a_script_cannot_tell_it_from_torchrun(start):
     assert notes[0]["draw"] != notes[1]["draw"]  # a fork would have drawn the same (E17)
 
 
-def test_an_unwrapped_script_begins_anew_on_a_new_store(start):
-    fault = 'dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] < "2" and os.kill(os.getpid(), 9)\n'
-    text = PLAIN + fault + "dist.barrier()\n"
-    ended = start(text, "--nproc-per-node", "2", "--max-restarts", "3", wrapped=False).ended()
-    assert ended.code == 0, ended.err
-    assert sorted(n["restarts"] for n in ended.of("sum")) == ["0", "0", "1", "1", "2", "2"]
-    assert len({n["env"]["MASTER_PORT"] for n in ended.of("sum")}) == 3
-    assert len({n["pid"] for n in ended.of("sum")}) == 6
-
-
-@pytest.mark.parametrize("end", ["sys.exit(7)", "os.kill(os.getpid(), 15)", "1 / 0", "os.abort()"])
-def test_a_failed_worker_is_exit_code_1(start, end):
-    text = f"note('here')\nif os.environ['RANK'] == '1':\n    {end}\nelse:\n    time.sleep(100)\n"
-    ended = start(text, "--nproc-per-node", "2", "--max-restarts", "0", wrapped=False).ended()
+def test_an_unwrapped_script_begins_anew_and_its_last_failure_is_exit_code_1(start):
+    """Each start on a new store, with its own logs, kept to the last byte; whatever a rank ends by, we end with 1."""
+    text = PLAIN + (
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "sys.stdout.write(f'attempt {attempt} no newline')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1:\n"
+        "    [lambda: sys.exit(7), lambda: os.kill(os.getpid(), 15), lambda: 1 / 0, os.abort][int(attempt)]()\n"
+        "time.sleep(100)\n"
+    )
+    logs = ("--redirects", "3", "--tee", "0:1,1:3", "--log-dir", "logs")
+    job = start(text, "--nproc-per-node", "2", "--max-restarts", "3", *logs, wrapped=False)
+    ended = job.ended()
     assert ended.code == 1
-    assert "rank 1" in ended.err
+    assert "all 3 restarts that --max-restarts allows are used: death of rank 1 (ended by signal 6)" in ended.err
+    assert sorted(n["restarts"] for n in ended.of("sum")) == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    assert len({n["env"]["MASTER_PORT"] for n in ended.of("sum")}) == 4
+    assert len({n["pid"] for n in ended.of("sum")}) == 8
+    ends = [e["status"] for e in ended.events("ProcessEnded") if e["child_rank"] == 1]
+    assert ends == [7, -15, 1, -6]
+    for attempt in range(4):
+        folder = job.folder / "logs" / f"attempt_{attempt}"
+        assert [(folder / rank / "stdout.log").read_text() for rank in "01"] == [f"attempt {attempt} no newline"] * 2
+        for rank in (0, 1):
+            assert f"[default{rank}]:attempt {attempt} no newline" in ended.out.splitlines()
+    assert "[default1]:ZeroDivisionError: division by zero" in ended.err.splitlines()
 
 
 def test_a_script_that_fails_at_import_is_told_once_and_not_restarted(start):
@@ -66,15 +77,8 @@ def test_a_script_that_fails_at_import_is_told_once_and_not_restarted(start):
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (("--no-such-flag",), 64, "unrecognized"),
-        (("--nproc-per-node", "0"), 64, "at least one rank"),
-        (("--nproc-per-node", "many"), 64, "many"),
-        (("--nnodes", "2"), 64, "one node"),
-        (("--max-restarts", "few"), 64, "few"),
         (("--fault-count", "2", "--fault-types", "meteor"), 64, "meteor"),
-        (("--fault-count", "2", "--fault-types", "hang,exception", "--fault-type-weights", "1"), 64, "weight"),
         (("--checkpoint-dir", "/proc/none/here"), 78, "/proc/none"),
-        (("--checkpoint-dir", "/tmp", "--checkpoint-interval", "0"), 64, "1 or more"),
         (("--snapshot-memory", "lots"), 64, "amount of memory"),
     ],
 )
@@ -96,54 +100,30 @@ def test_a_port_in_use_is_named(start):
     assert not ended.of("top")
 
 
-def test_logs_of_every_start_are_kept_to_the_last_byte(start):
-    text = (
-        "sys.stdout.write(f'attempt {os.environ[\"TORCHELASTIC_RESTART_COUNT\"]} no newline')\n"
-        "if os.environ['TORCHELASTIC_RESTART_COUNT'] < '2': os._exit(9)\n"
-    )
-    job = start(text, "--max-restarts", "2", "--redirects", "3", "--tee", "3", "--log-dir", "logs", wrapped=False)
-    ended = job.ended()
-    assert ended.code == 0, ended.err
-    files = sorted((job.folder / "logs").rglob("stdout.log"))
-    assert [f.read_text() for f in files] == [f"attempt {n} no newline" for n in range(3)]
-    assert [line for line in ended.out.splitlines() if "[default0]:attempt" in line] == [
-        f"[default0]:attempt {n} no newline" for n in range(3)
-    ]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything_within_the_grace(start, number):
+def test_a_signal_ends_everything_within_the_grace(start):
     text = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.fork() or time.sleep(1000)\nnote('up')\ntime.sleep(1000)\n"
     )
     job = start(text, "--nproc-per-node", "2", "--grace", "1.5")
     job.wait_for("up", 2)
-    os.kill(job.process.pid, number)
+    os.kill(job.process.pid, signal.SIGTERM)
     ended = job.ended(15)
-    assert ended.code == 128 + number
+    assert ended.code == 128 + signal.SIGTERM
     job.gone_within(0.5)
 
 
-@pytest.mark.parametrize("state", ["sleeping", "stopped", "holding the interpreter lock", "training"])
-def test_nothing_outlives_an_agent_that_is_killed(start, state):
-    bodies = {
-        "sleeping": "note('up'); time.sleep(1000)",
-        "stopped": "note('up'); os.kill(os.getpid(), signal.SIGSTOP)",
-        "holding the interpreter lock": "note('up'); ctypes.PyDLL(None).sleep(1000)",
-        "training": "note('up')\n    for step in run.steps(10**6): dist.barrier()",
-    }
-    text = f"""
-@everstep.resilient
-def train(run):
-    __import__("subprocess").Popen(["sleep", "1000"], start_new_session=True)
-    {bodies[state]}
-train()
-"""
-    job = start(text, "--nproc-per-node", "2")
-    job.wait_for("up", 2)
-    job.process.kill()
-    job.process.wait()
-    assert job.gone_within(2.0) < 2.0
+def test_a_second_signal_does_not_wait_for_the_grace(start):
+    job = start("signal.signal(signal.SIGINT, signal.SIG_IGN)\nnote('up')\ntime.sleep(1000)\n", "--grace", "1000")
+    job.wait_for("up")
+    os.kill(job.process.pid, signal.SIGINT)
+    os.kill(job.process.pid, signal.SIGINT)  # the same one, by two ways
+    time.sleep(1.5)
+    assert job.process.poll() is None
+    os.kill(job.process.pid, signal.SIGTERM)
+    ended = job.ended(15)
+    assert ended.code == 128 + signal.SIGINT
+    assert "SIGTERM again: everything is killed" in ended.err
+    job.gone_within(0.5)
 
 
 def test_a_missing_rank_is_an_error_not_rank_0(start, tmp_path):
@@ -167,10 +147,11 @@ def test_a_missing_rank_is_an_error_not_rank_0(start, tmp_path):
     ("end", "code"),
     [
         ("sys.exit()", 0),
-        ("sys.exit(0)", 0),
         ("sys.exit(7)", 1),
-        ("sys.exit('text')", 1),
-        ("raise KeyboardInterrupt", 1),
+        pytest.param("sys.exit(0)", 0, marks=pytest.mark.long),
+        pytest.param("sys.exit('text')", 1, marks=pytest.mark.long),
+        pytest.param("sys.exit(type('X', (), {'__str__': lambda self: 1 / 0})())", 1, marks=pytest.mark.long),
+        pytest.param("raise KeyboardInterrupt", 1, marks=pytest.mark.long),
     ],
 )
 def test_what_ends_a_wrapped_function_ends_the_job_as_the_table_says(start, end, code):

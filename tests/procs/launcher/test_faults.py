@@ -68,36 +68,39 @@ def check(ended, ranks: int, steps: int, faults: int) -> None:
         assert set(done) == set(range(1, steps + 1))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_faults_that_leave_the_process_alive_keep_every_process(start, rank):
-    plan = [("exception", rank, 3), ("hang", rank, 8), ("child", rank, 13)]
+def test_faults_that_leave_the_process_alive_keep_every_process(start):
+    plan = [("exception", 0, 3), ("exception", 1, 6), ("hang", 0, 10), ("child", 1, 15)]
     ended = start(job_text(plan), "--nproc-per-node", "2").ended()
     check(ended, 2, 20, len(plan))
     for number in (0, 1):
         assert len({n["pid"] for n in ended.of("step") if n["rank"] == number}) == 1
-    assert len(ended.events("FaultNoticed")) == len(plan)
+    faults = ended.events("FaultNoticed")
+    assert [(f["kind"], f["injured_rank"]) for f in faults] == [
+        ("exception", 0),
+        ("exception", 1),
+        ("stall", 0),
+        ("stall", 1),
+    ]
 
 
 def test_waits_of_every_kind_are_ended(start):
     plan = [("lock", 1, 5), ("socket", 0, 10), ("queue", 1, 15)]
-    ended = start(job_text(plan), "--nproc-per-node", "2").ended(90)
+    ended = start(job_text(plan), "--nproc-per-node", "2", "--soft-timeout", "1").ended(90)
     check(ended, 2, 20, len(plan))
     assert len({n["pid"] for n in ended.of("step")}) == 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_taken_over_by_a_process_that_was_there_before(start, rank):
-    plan = [("sigkill", rank, 5), ("exit", rank, 10), ("segfault", rank, 15)]
+def test_a_killed_rank_is_taken_over_by_a_process_that_was_there_before(start):
+    plan = [("sigkill", 0, 4), ("exit", 1, 8), ("segfault", 0, 12), ("sigkill", 1, 16)]
     ended = start(job_text(plan), "--nproc-per-node", "2").ended()
     check(ended, 2, 20, len(plan))
-    survivor = {n["pid"] for n in ended.of("step") if n["rank"] == 1 - rank}
-    assert len(survivor) == 1
     born = {e["child_pid"]: e["mono_s"] for e in ended.events("ProcessStarted")}
-    faults = sorted(n["at"] for n in ended.of("fault"))
-    holders = list(dict.fromkeys(n["pid"] for n in ended.of("step") if n["rank"] == rank))
-    assert len(holders) == 4
-    for fault, successor in zip(faults, holders[1:], strict=True):
-        assert born[successor] < fault
+    for rank in (0, 1):
+        faults = sorted(n["at"] for n in ended.of("fault") if n["rank"] == rank)
+        holders = list(dict.fromkeys(n["pid"] for n in ended.of("step") if n["rank"] == rank))
+        assert len(holders) == 3
+        for fault, successor in zip(faults, holders[1:], strict=True):
+            assert born[successor] < fault
 
 
 def test_a_wedged_process_is_killed_and_replaced(start):
@@ -126,7 +129,7 @@ def test_max_restarts_counts_the_whole_job(start):
     ended = start(job_text(plan), "--nproc-per-node", "2", "--max-restarts", "2").ended()
     assert ended.code == 1
     assert "--max-restarts" in ended.err
-    assert max(n["step"] for n in ended.of("step")) == 8
+    assert max(n["step"] for n in ended.of("step")) in (8, 9)  # its peer may have done the step of the last fault
 
 
 def test_all_ranks_lost_at_once_with_one_spare_are_all_replaced(start):

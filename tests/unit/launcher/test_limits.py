@@ -67,6 +67,39 @@ def test_the_operators_value_wins():
     assert soft_limit(replace(STEP, steps_here=0), FAST, Own(soft_s=200.0)) == 200.0
 
 
+@pytest.mark.parametrize(
+    ("learned", "own", "expected"),
+    [
+        (Learned(), Own(soft_s=2.0), FIRST_CEILING_S),  # a limit for steps is none for set-up (HD-01)
+        (Learned(), Own(soft_s=2.0, first_s=10.0), 10.0),
+        (FAST, Own(first_s=0.5), 0.5),
+        (FAST, Own(soft_s=2.0), CEILING_S),
+        (FAST, Own(soft_s=100.0), 100.0),
+        (Learned(worst_first_s=50.0), Own(), 150.0),
+        (Learned(worst_first_s=500.0), Own(soft_s=2.0), FIRST_CEILING_S),
+        (FAST.hung(50), Own(), 2 * CEILING_S),
+    ],
+)
+def test_set_up_and_the_first_step_have_a_limit_of_their_own(learned, own, expected):
+    assert soft_limit(replace(STEP, phase="first"), learned, own) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"phase": "first", "step": 0}, "9.0 s in set-up or the first step, idle; limit 8.0 s"),
+        ({"phase": "first"}, "9.0 s in set-up or the first step, after step 50, idle"),
+        (
+            {"phase": "declared", "limit_s": 6.0, "name": "eval"},
+            "9.0 s in the phase 'eval', after step 50, idle; limit 6.0",
+        ),
+    ],
+)
+def test_a_reason_names_the_phase(changes, words):
+    view = replace(STEP, silent_s=9.0, waiting=False, **changes)
+    assert words in judge([view], FAST, Own(first_s=8.0))[0].reason
+
+
 def test_a_step_that_hung_gets_twice_the_time_until_it_has_passed():
     hung = FAST.hung(50)
     assert soft_limit(STEP, hung, Own()) == 2 * IDLE_FLOOR_S
@@ -94,6 +127,20 @@ def test_the_culprit_is_the_one_who_does_not_wait_for_others():
     views = [replace(views[0], waiting=True), replace(views[1], waiting=False)]
     assert actions(views) == [(1, "interrupt")]
     assert "after step 50" in judge(views, FAST, Own())[0].reason
+
+
+def test_who_waits_is_not_judged_before_the_one_waited_for():
+    """A busy step of 7 s is slow and not hung, also where its peers wait idle; and the sleeper came to it later."""
+    busy = [replace(v, waiting=v.rank == 0, cpu_share=0.9 * v.rank) for v in world(7.0, 7.0)]
+    assert actions(busy) == []
+    assert actions([replace(v, silent_s=11.0) for v in busy]) == [(1, "interrupt")]
+    late = [replace(v, waiting=v.rank == 0) for v in world(5.2, 4.9)]
+    assert actions(late) == []
+    assert actions([replace(v, silent_s=v.silent_s + 0.2) for v in late]) == [(1, "interrupt")]
+    unasked = [replace(late[0]), replace(late[1], waiting=None)]
+    assert actions(unasked) == [(1, "probe")]
+    gone = [late[0], replace(late[1], phase="none")]  # it has left the loop: nothing will end the wait
+    assert actions(gone) == [(0, "interrupt")]
 
 
 def test_a_hang_without_a_culprit_is_charged_to_the_rank_that_is_behind():

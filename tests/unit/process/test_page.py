@@ -12,12 +12,23 @@ def test_a_reader_sees_what_the_worker_stored():
     assert agent.read().phase == Phase.NONE
     worker.enter(3, 10.0)
     assert (agent.read().generation, agent.read().phase, agent.read().started_s) == (3, Phase.FIRST, 10.0)
+    worker.step_done(2, 11.0)
+    worker.enter(3, 11.0)
+    assert agent.read().from_step == 2
+    worker.resumed(5, 11.0)
     worker.step_done(7, 11.5)
+    assert agent.read().from_step == 5
     assert (agent.read().step, agent.read().mark_s, agent.read().phase) == (7, 11.5, Phase.STEP)
-    worker.phase(Phase.DECLARED, 12.0, limit_s=6.0)
+    worker.phase(Phase.DECLARED, 12.0, limit_s=6.0, name="évaluation")
     worker.tick(12.5)
     reading = agent.read()
     assert (reading.limit_s, reading.auto_s, reading.mark_s) == (6.0, 12.5, 12.0)
+    assert agent.read().name == "évaluation"
+    worker.phase(Phase.DECLARED, 12.0, name="x" * 500)
+    assert agent.read().name == "x" * 48
+    worker.phase(Phase.STEP, 12.0)
+    assert agent.read().name == ""
+    assert agent.generation == 3
     worker.mark(13.0)
     assert agent.read().mark_s == 13.0
     worker.close()

@@ -1,10 +1,11 @@
 """The local line: whole packets, descriptors, and an end that is seen."""
 
 import os
+import socket
 
 import pytest
 
-from everstep.recovery.link import MAX_PACKET, Link, LinkClosed
+from everstep.recovery.link import MAX_MESSAGE, MAX_PACKET, Link, LinkClosed
 
 
 @pytest.fixture
@@ -49,7 +50,33 @@ def test_the_end_of_the_other_side_is_seen(ends):
 def test_what_is_too_large_is_refused_before_it_is_sent(ends):
     ours, _ = ends
     with pytest.raises(ValueError, match="pass a descriptor instead"):
-        ours.send({"kind": "big", "text": "x" * MAX_PACKET})
+        ours.send({"kind": "big", "text": "x" * MAX_MESSAGE})
+
+
+def test_a_message_larger_than_a_packet_arrives_with_its_descriptors(ends):
+    ours, other = ends
+    reader, writer = os.pipe()
+    ours.send({"kind": "big", "text": "x" * MAX_PACKET}, [writer])
+    os.close(writer)
+    message, (got,) = other.receive()
+    assert message["text"] == "x" * MAX_PACKET
+    os.close(got)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+@pytest.mark.parametrize("packet", [b"@", b"[1]", b"nonsense", b"\xff\xfe", b"@@"])
+def test_what_is_no_message_is_said_and_keeps_no_descriptor(ends, packet):
+    ours, other = ends
+    reader, writer = os.pipe()
+    socket.send_fds(ours._end, [packet], [writer])
+    os.close(writer)
+    with pytest.raises(ValueError, match=r".+"):
+        other.receive()
+    assert os.read(reader, 1) == b""  # nobody has its other end any more
+    os.close(reader)
+    ours.send({"kind": "x"})
+    assert other.receive() == ({"kind": "x"}, [])
 
 
 def test_a_full_line_does_not_block(ends):

@@ -14,22 +14,24 @@ from typing import Any
 
 from everstep.clock import Clock
 from everstep.errors import EverstepError, ExitCode
-from everstep.events import FaultNoticed, GenerationStarted, Notice, RunEnded
+from everstep.events import Notice, RunEnded
+from everstep.launcher.agent import ledger
 from everstep.launcher.agent.crew import Crew
+from everstep.launcher.agent.ending import Ending
 from everstep.launcher.agent.host import AgentHost
 from everstep.launcher.agent.loop import Loop
-from everstep.launcher.agent.nursery import Nursery, Process
-from everstep.launcher.agent.watch import INTERVAL_S, Watch, probe
-from everstep.launcher.agent.worker import Worker
+from everstep.launcher.agent.nursery import Nursery
+from everstep.launcher.agent.stores import Stores
+from everstep.launcher.agent.watch import INTERVAL_S, Watch
+from everstep.launcher.agent.worker import Worker, well_formed
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.core import limits
 from everstep.recovery.api import Companion
 from everstep.recovery.core import words, world
-from everstep.telemetry import Telemetry, say
+from everstep.telemetry import Telemetry
 
 NODE = "node-0"
-MOST_FALSE_STARTS = 3
-STORE_ENTRY = "everstep.store.host:main"
+MOST_LOST_SPARES = 8
 
 
 class Agent:
@@ -50,23 +52,23 @@ class Agent:
         log_root = Path(config.log_dir) if config.log_dir else run_dir / "logs"
         self.crew = Crew(config, nursery, log_root, self._heard, self._gone, self.clock)
         self.host = AgentHost(self, companions)
-        self.watch = Watch(limits.Own(config.soft_timeout_s, config.hard_timeout_s))
+        self.watch = Watch(limits.Own(config.soft_timeout_s, config.hard_timeout_s, config.first_timeout_s))
         self.world = world.begin(NODE, words.Policy(world_size=config.nproc, max_restarts=config.max_restarts))
         self.roster: words.Roster | None = None
-        self.ending: words.End | None = None
-        self._store: tuple[str, int] | None = None
-        self._store_process: Process | None = None
-        self._false_starts = 0
-        self._waiting_roster: words.Roster | None = None
+        self.ending: Ending | None = None
+        self.stores = Stores(loop, nursery, config.master_port or 0, self._store_ready, self._store_failed)
+        self._storeless = False
+        self._lost_spares = 0
+        self._publishing: words.Roster | None = None  # waits for a store
         self._draining: int | None = None
         self._due: float | None = None
         self._inbox: deque[words.Event] = deque()
         self._orders: dict[type, Callable[[Any], None]] = {
-            words.Spawn: lambda command: self.crew.spawn(command.count),
+            words.Spawn: lambda command: self._spawn(command.count),
             words.Stop: self._stop,
             words.Kill: self._kill,
             words.Report: lambda command: self._report(command.fault),
-            words.Publish: lambda command: self.tell(words.Published(command.roster)),
+            words.Publish: lambda command: self._publish(command.roster),
             words.Enter: lambda command: self._enter(command.roster),
             words.Drain: self._drain,
             words.Finish: lambda command: self._finish(command.generation),
@@ -94,9 +96,10 @@ class Agent:
     def run(self) -> int:
         """Serve until everything has ended; return the exit code."""
         self.loop.hear((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD), self._signalled)
+        self.nursery.on_barren = self._barren
         try:
             self.host.start()
-            self._start_store()
+            self.stores.start()
             self.tell(words.Ticked())
             self.crew.keep_warm(self.config.nproc + self.config.spares)
             self._tick()
@@ -110,6 +113,7 @@ class Agent:
         now = self.clock.now()
         self.nursery.reap()
         if self.ending is None:
+            self.stores.look()
             self._look(now)
         self.host.tick(now)
         self.crew.show()
@@ -121,11 +125,7 @@ class Agent:
         watched = {r: w for r, w in self.crew.ranks.items() if not w.done and w.last is None}
         for verdict in self.watch.look(watched, now):
             worker = watched[verdict.rank]
-            if verdict.action == "probe":
-                probe(worker, now, lambda w: w.process.send({"kind": "world.probe"}))
-                continue
-            self.watch.learned = self.watch.learned.hung(worker.look().step)
-            if verdict.action == "kill":
+            if verdict.action == "kill" or not worker.attached:  # no function is on its stack that could be left
                 worker.stack = verdict.reason
                 self.tell(words.Wedged(worker.incarnation, verdict.reason, self.crew.step()))
             else:
@@ -149,19 +149,27 @@ class Agent:
             return
         for fd in fds:
             os.close(fd)
-        handler = getattr(self, f"_on_{verb}", None)
-        if handler is not None:
-            handler(worker, message)
+        if well_formed(verb, message):
+            getattr(self, f"_on_{verb}")(worker, message)
+        else:
+            self.notice(
+                f"{worker.process.name} said {kind!r} in a form that is unknown here; it is not heard", "warning"
+            )
 
     def _on_hello(self, worker: Worker, message: Mapping[str, Any]) -> None:
         del message
         self.tell(words.Announced(worker.incarnation, worker.facts(NODE, fresh=True)))
 
+    def _on_left(self, worker: Worker, message: Mapping[str, Any]) -> None:
+        """It is on its way out; its death says the rest."""
+
     def _on_attached(self, worker: Worker, message: Mapping[str, Any]) -> None:
         del message
         worker.attached = True
+        worker.lasting = frozenset(self.nursery.strays_of(worker.process))
 
     def _on_fault(self, worker: Worker, message: Mapping[str, Any]) -> None:
+        self.stores.suspect(message["text"])
         self._fault(worker, message["fault"], "worker", message["text"], message["generation"])
 
     def _on_arrived(self, worker: Worker, message: Mapping[str, Any]) -> None:
@@ -203,13 +211,40 @@ class Agent:
         stage = self.world.stage_of(worker.incarnation)
         self.tell(words.Died(worker.incarnation, status, stage, self.crew.step()))
         if self.ending is not None:
-            self._maybe_over()
+            self.ending.look()
 
     def _flag_early_exit(self, worker: Worker) -> None:
         others = [w for w in self.crew.ranks.values() if w is not worker and not w.done]
         if others and self.config.wrapped:
             text = f"rank {worker.rank} has ended with 0 before it came to a wrapped call, while others run"
             self.notice(text, "warning")
+
+        elif not worker.begun and self.world.phase is world.Phase.RUNNING:
+            self._replenish(expected=worker.process.expected_end)
+
+    def _replenish(self, *, expected: bool) -> None:
+        """A spare has died: make another, unless they die as fast as they are made."""
+        self._lost_spares = 0 if expected else self._lost_spares + 1
+        if self._lost_spares == MOST_LOST_SPARES:
+            text = f"{MOST_LOST_SPARES} spares have died one after another; none is kept warm until the next fault"
+            self.notice(text, "warning")
+        if self._lost_spares < MOST_LOST_SPARES and not self.nursery.barren_for:
+            self.crew.keep_warm(self.config.spares)
+
+    def _spawn(self, count: int) -> None:
+        """Processes are wanted: without them there is no next generation."""
+        if self.nursery.barren_for:
+            text = f"{count} fresh processes are wanted, and this node cannot start any: {self.nursery.barren_for}"
+            self._end(words.End(int(ExitCode.BAD_NODE), text))
+            return
+        self.crew.spawn(count)
+
+    def _barren(self, why: str) -> None:
+        """No process can be started here any more: the job goes on for as long as it needs none."""
+        text = f"this node can start no more processes: {why} Training goes on; the next fault that needs a new process"
+        self.notice(f"{text} ends the job with exit code 75", "error")
+        if self.world.phase in (world.Phase.GATHERING, world.Phase.PUBLISHING) and self.world.wanting:
+            self._spawn(self.world.wanting)
 
     # -- generations ---------------------------------------------------------------------------------------------
 
@@ -231,51 +266,56 @@ class Agent:
 
     def _report(self, fault: words.Fault) -> None:
         worker = self.crew.ranks.get(fault.rank) if fault.rank is not None else None
-        mark = worker.look().mark_s if worker is not None else None
-        text, _, stack = fault.text.partition("\n")
-        self.telemetry.emit(
-            FaultNoticed(
-                number=fault.generation, kind=fault.kind, noticed_by=fault.noticed_by, injured_rank=fault.rank,
-                injured_slot=fault.rank, step=fault.step, text=text, last_mark_s=mark, stack=stack,
-            )
-        )  # fmt: skip
+        self.telemetry.emit(ledger.fault(fault, worker.look().mark_s if worker is not None else None))
+
+    def _publish(self, roster: words.Roster) -> None:
+        """A roster is known with the store its members meet on, and not before: until then deaths are still heard."""
+        if roster.members and self.roster is not None and not self.config.wrapped and self._publishing is None:
+            self.stores.renew()  # torch's own rendezvous wants a new store for every start (E12)
+        if roster.members and self.stores.address is None:
+            self._publishing = roster
+            if self._storeless:
+                self._storeless = False
+                self.stores.renew()
+            return
+        self._publishing = None
+        self.tell(words.Published(roster))
 
     def _enter(self, roster: words.Roster) -> None:
-        before = self.roster
-        if before is not None and self._waiting_roster is None:
-            self.host.stopped(before.generation)
-            if not self.config.wrapped:
-                self._renew_store(roster)  # torch's own rendezvous wants a new store for every start (E12)
-                return
-        if self._store is None:
-            self._waiting_roster = roster
-            return
-        self._waiting_roster = None
+        assert self.stores.address is not None, "no loop turns between a roster's publication and its entry"
+        if self.roster is not None:
+            self.host.stopped(self.roster.generation)
+            self._end_daemons()
         self.roster = roster
+        self._tell_ranks(roster, self.stores.address)
+        self._lost_spares = 0
+        if not self.nursery.barren_for:
+            self.crew.keep_warm(self.config.spares)
+
+    def _tell_ranks(self, roster: words.Roster, store: tuple[str, int]) -> None:
         newcomers = self.crew.seat(roster)
         told = self.host.roster(roster)
         for rank, worker in self.crew.ranks.items():
             assigned = {
                 "generation": roster.generation, "epoch": roster.epoch, "rank": rank, "world_size": roster.world_size,
-                "store": list(self._store), "wrapped": self.config.wrapped, "companions": told.get(rank, {}),
+                "store": list(store), "wrapped": self.config.wrapped, "companions": told.get(rank, {}),
             }  # fmt: skip
             if rank in newcomers:
-                self.crew.begin(worker, assigned, self._store, roster.generation)
+                self.crew.begin(worker, assigned, store, roster.generation)
             else:
                 worker.process.send({"kind": "world.assigned", **assigned})
         self.host.release()
-        self._record(roster, told)
-        self.crew.keep_warm(self.config.spares)
+        self.telemetry.emit(ledger.generation(roster, told))
 
-    def _record(self, roster: words.Roster, told: Mapping[int, Mapping[str, Any]]) -> None:
-        restore = (told.get(0, {}).get("snapshot") or {}).get("restore") or {}
-        self.telemetry.emit(
-            GenerationStarted(
-                epoch=roster.epoch, number=roster.generation, world_size=roster.world_size,
-                members=tuple((m.rank, m.rank, m.incarnation.pid, m.why) for m in roster.members),
-                restore_step=restore.get("step"), restored_from=restore.get("tier"), reason=roster.reason,
-            )
-        )  # fmt: skip
+    def _end_daemons(self) -> None:
+        """What the last generation's functions have let go of holds ports and devices that the next one wants (LA-06).
+
+        A survivor has ended the children that it still had itself.
+        """
+        if self.nursery.strays():
+            for worker in self.crew:
+                if worker.attached:
+                    self.nursery.kill_strays(worker.process, worker.lasting)
 
     def recheck(self) -> None:
         """Go on from draining when nothing intended is outstanding."""
@@ -295,41 +335,17 @@ class Agent:
 
     # -- store ---------------------------------------------------------------------------------------------------
 
-    def _start_store(self) -> None:
-        self._store = None
-        arguments = {"port": self.config.master_port or 0, "host": "127.0.0.1"}
-        order = {"role": "helper", "entry": STORE_ENTRY, "arguments": arguments}
-        self._store_process = self.nursery.order("store", order, self._store_said, self._store_gone)
+    def _store_ready(self) -> None:
+        if self._publishing is not None:
+            self._publish(self._publishing)
 
-    def _renew_store(self, roster: words.Roster) -> None:
-        self._store, self._waiting_roster = None, roster
-        if self._store_process is not None:
-            self._store_process.expected_end = True
-            self._store_process.kill()  # its end starts the next one, on the same port where one was given
-
-    def _store_said(self, process: Process, message: dict[str, Any], fds: list[int]) -> None:
-        del process, fds
-        if message["kind"] == "store.ready":
-            self._store = (str(message["host"]), int(message["port"]))
-            self._false_starts = 0
-            if self._waiting_roster is not None:
-                self._enter(self._waiting_roster)
-        elif message["kind"] == "store.failed":
-            self._end(words.End(int(ExitCode.CONFIGURATION), str(message["text"])))
-
-    def _store_gone(self, process: Process, status: int) -> None:
-        del status
-        if self.ending is not None or process is not self._store_process:
+    def _store_failed(self, code: int, text: str) -> None:
+        """No store: nothing to those who run; it is tried once more when a generation needs one."""
+        if self.roster is None or self._publishing is not None:
+            self._end(words.End(code, text))
             return
-        if self._store is None and not process.expected_end:
-            self._false_starts += 1
-            if self._false_starts == MOST_FALSE_STARTS:
-                text = f"the store's process ended {MOST_FALSE_STARTS} times before it could serve; see what it printed"
-                self._end(words.End(int(ExitCode.CONFIGURATION), text))
-                return
-        elif not process.expected_end:
-            self.notice("the store has gone; running groups need none, the next generation gets a new one", "warning")
-        self._start_store()
+        self._storeless = True
+        self.notice(f"{text}; it is tried again at the next fault", "error")
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -338,6 +354,9 @@ class Agent:
             self.nursery.reap()
             return
         name = signal.Signals(number).name
+        if self.ending is not None:
+            self.ending.again(name)
+            return
         for worker in self.crew:
             if worker.begun:
                 worker.process.signal(signal.SIGCONT)
@@ -345,25 +364,9 @@ class Agent:
         self.tell(words.EndRequested(ExitCode.SIGNALLED + number, f"ended by {name} from outside"))
 
     def _end(self, command: words.End) -> None:
-        if self.ending is not None:
-            return
-        self.ending = command
-        for worker in self.crew:
-            worker.process.expected_end = True
-            if not worker.begun or command.code < ExitCode.SIGNALLED:
-                worker.process.kill()
-        if command.code != 0:
-            say(command.reason)
-        self.loop.later(self.config.grace_s, self._kill_all)
-        self._maybe_over()
-
-    def _kill_all(self) -> None:
-        for worker in self.crew:
-            worker.process.kill()
-
-    def _maybe_over(self) -> None:
-        if not list(self.crew):
-            self.loop.stop()
+        if self.ending is None:
+            self.ending = Ending(command, self.loop, self.nursery, self.crew, self.config.grace_s, self.notice)
+            self.ending.begin()
 
     def _close(self) -> int:
         assert self.ending is not None
@@ -373,9 +376,6 @@ class Agent:
             if code == 0:
                 code, reason = int(ExitCode.FAILED), text
         self.host.close()
-        for process in list(self.nursery.processes.values()):
-            process.expected_end = True
-            process.kill()
         self.telemetry.emit(RunEnded(code=code, reason=reason))
         return code
 

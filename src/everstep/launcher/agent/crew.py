@@ -7,10 +7,12 @@ from typing import Any
 
 from everstep.clock import Clock
 from everstep.launcher.agent import worker as workers
-from everstep.launcher.agent.nursery import Nursery, Process
+from everstep.launcher.agent.nursery import Nursery
+from everstep.launcher.agent.process import Process
 from everstep.launcher.agent.tails import Tail, tails_of
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.config import LaunchConfig
+from everstep.process import mark
 from everstep.process.page import Page
 from everstep.recovery.core import words
 
@@ -36,6 +38,8 @@ class Crew:
         self._births: list[Worker] = []
         self._tails: list[Tail] = []
         self._next_slot = config.nproc
+        self._cwd = os.getcwd()  # now: it may be removed while the job runs
+        self._logs_failed = False
         self._umask = os.umask(0)
         os.umask(self._umask)
         self.ranks: dict[int, Worker] = {}  # of the present roster; the dead stay until the next one
@@ -81,7 +85,8 @@ class Crew:
             tail.close()
             self._tails.remove(tail)
         worker.close()
-        self._on_gone(worker, status)
+        if process.incarnation is not None:
+            self._on_gone(worker, status)
 
     def who(self, incarnation: words.Incarnation) -> Worker | None:
         """Return the living worker that is `incarnation`."""
@@ -110,18 +115,36 @@ class Crew:
         worker.begun, worker.attempt = True, attempt
         if config.wrapped:  # from here to its first step it is watched: set-up has a limit of its own
             worker.page.enter(attempt, self._clock.now())
-        logs = worker.logs = workers.plan_logs(config, self._log_root, attempt, worker.rank)
+        logs = worker.logs = self._plan_logs(attempt, worker.rank)
         environment = workers.environment_of(
             self._nursery.environment, config, worker.rank, attempt, store, logs.error_file
-        )
+        ) | mark.words(self._nursery.job, worker.process.number)
         shown = (logs.stdout if logs.tee_stdout else "", logs.stderr if logs.tee_stderr else "")
         self._tails += tails_of(config.role, worker.rank, *shown)
-        worker.process.send(workers.begin_message(config, worker, environment, assigned, self._umask))
+        place = {"cwd": self._cwd, "umask": self._umask}
+        worker.process.send(workers.begin_message(config, worker, environment, assigned) | place)
+
+    def _plan_logs(self, attempt: int, rank: int) -> workers.Logs:
+        """Choose a worker's log files; a disk that takes none costs the logs, never the worker (LA-25)."""
+        try:
+            return workers.plan_logs(self._config, self._log_root, attempt, rank)
+        except OSError as error:
+            if not self._logs_failed:
+                self._logs_failed = True
+                text = f"no log files under {self._log_root}: {error.strerror}; workers write to the console instead"
+                self._nursery.notice(text)
+            return workers.Logs(self._log_root / "none")
 
     def step(self) -> int | None:
         """The last step done on all ranks, by their pages; None before the first."""
         steps = [w.look().step for w in self.ranks.values() if w.attached]
         return min(steps) if len(steps) == self._config.nproc and min(steps) > 0 else None
+
+    def forget_births(self) -> None:
+        """Whoever has not been born by now will not be."""
+        for worker in [w for w in self._births if not w.process.pid]:
+            self._births.remove(worker)
+            worker.close()
 
     def let_spares_go(self) -> None:
         """No more ranks are given away."""

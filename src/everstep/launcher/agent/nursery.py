@@ -1,194 +1,183 @@
-"""Every process of the job on this node: born of the zygote, owned, watched and reaped by the agent.
+"""Every process of the job on this node: born of a zygote, owned, watched and reaped by the agent.
 
 Rule 1: a process is known by incarnation from the instant it exists: its pidfd is open before it runs a line (Z3).
 Rule 2: the agent alone reaps; adopted strays are reaped without a word.
-Rule 3: with a process goes its session: what it left behind on this node is killed (LA-06).
+Rule 3: with a process go its session and all that carries its mark: what it left behind on this node is killed (LA-06).
+Rule 4: an order stands until its child is there: a zygote that dies over it, or cannot fork, is asked again. Where no
+        child can come any more, each order ends as a process that could not run (`UNBORN`), and `barren` says why.
 """
 
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from everstep import environ
-from everstep.errors import ConfigurationError, EverstepError
-from everstep.events import ProcessEnded, ProcessStarted
+from everstep.events import Notice, ProcessEnded, ProcessStarted
 from everstep.launcher.agent.line import Line
 from everstep.launcher.agent.loop import Loop
-from everstep.process import kernel
+from everstep.launcher.agent.process import OnExit, OnMessage, Process
+from everstep.launcher.agent.zygotes import Zygotes
+from everstep.process import kernel, mark
 from everstep.recovery.core.words import Incarnation
 from everstep.recovery.link import Link
 from everstep.telemetry import Telemetry, boot_id
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
-
-class Refused(EverstepError):
-    """The zygote ended the job before it began: a wrong flag, or `--help` (then the text is empty)."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
+UNBORN = 71
+"""The status of a process that never was (EX_OSERR)."""
+RETRY_S = 1.0
+MOST_RETRIES = 30
+CLOSE_S = 2.0
 
 
 @dataclass(eq=False)
-class Process:
-    """One process of ours."""
+class _Order:
+    process: Process
+    message: Mapping[str, Any]
+    fds: list[int]
+    tries: int = 0
 
-    name: str
-    line: Line
-    on_message: Callable[["Process", dict[str, Any], list[int]], None]
-    on_exit: Callable[["Process", int], None]
-    pid: int = 0
-    incarnation: Incarnation | None = None
-    pidfd: int = -1
-    expected_end: bool = False
-    killed: bool = False
-    slot: int | None = None
-    rank: int | None = None
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
-    _early: list[tuple[Mapping[str, Any], list[int]]] = field(default_factory=list[tuple[Mapping[str, Any], list[int]]])
-
-    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """See `recovery.api.Child.send`. What is said before the process runs comes to it after our `go`."""
-        if self.incarnation is None:
-            self._early.append((message, [os.dup(fd) for fd in fds]))
-        else:
-            self.line.send(message, fds)
-
-    def go(self, incarnation: Incarnation) -> None:
-        """We know who it is and hold its pidfd: it may run."""
-        self.incarnation = incarnation
-        self.send({"kind": "go", "incarnation": str(incarnation)})
-        while self._early:
-            message, fds = self._early.pop(0)
-            self.send(message, fds)
-            for fd in fds:
-                os.close(fd)
-
-    def kill(self) -> None:
-        """SIGKILL; the end comes to `on_exit`."""
-        self.killed = True
-        if self.pid:
-            kernel.kill(self.pid)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process alone."""
-        if self.pid:
-            kernel.kill(self.pid, number)
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
 
 
 class Nursery:
-    """Starts, knows and buries processes."""
+    """Starts, knows and buries processes; `zygotes.Family` of the zygote."""
 
     def __init__(self, loop: Loop, telemetry: Telemetry, job: str) -> None:
-        self._loop, self._telemetry, self._job = loop, telemetry, job
+        self._loop, self._telemetry, self.job = loop, telemetry, job
         self.run_dir = ""
         self.early: list[ProcessStarted] = []  # before the ledger has a folder
-        self._orders: dict[int, Process] = {}
+        self.notices: list[str] = []  # likewise
+        self._orders: dict[int, _Order] = {}
         self._early_deaths: dict[int, int] = {}
         self._number = 0
+        self._closing = False
         self.processes: dict[int, Process] = {}
         self.environment: dict[str, str] = {}
-        self._zygote: subprocess.Popen[bytes] | None = None
-        self._zygote_line: Line | None = None
-        self._zygote_said: list[dict[str, Any]] = []
-        self.zygote_lost: Callable[[], None] = lambda: None
+        self.zygotes = Zygotes(loop, self, self.reap, os.getpid())
+        self.barren_for = ""
+        self.on_barren: Callable[[str], None] = lambda _: None
 
     def start_zygote(self) -> None:
         """Exec the zygote, before any other descriptor of ours is open (Z4)."""
         kernel.adopt_orphans()
-        self.environment = environ.snapshot() | {"EVERSTEP_JOB": self._job}
+        self.environment = environ.snapshot() | mark.words(self.job)
         # torch asks for the name of every address that a store's client connects to: a lost packet must not cost 5 s.
         self.environment.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
         self.environment.setdefault("PYTHONHASHSEED", str(int.from_bytes(os.urandom(4), "little")))  # Z5: one a job
-        own = dict.fromkeys(THREAD_VARIABLES, "1") | {
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() makes no CUDA context
-            "TORCH_CPP_LOG_LEVEL": self.environment.get("TORCH_CPP_LOG_LEVEL", "error"),
-        }
-        link, theirs = Link.pair()
-        command = [sys.executable, "-m", "everstep.launcher.zygote", str(theirs.fileno()), self._job]
-        self._zygote = subprocess.Popen(
-            command, env=self.environment | own, pass_fds=[theirs.fileno()], process_group=0, stdin=subprocess.DEVNULL
-        )
-        theirs.close()
-        self._zygote_line = Line(self._loop, link, self._heard)
-        identity = str(_identity(self._zygote.pid))
-        self.early.append(ProcessStarted(name="zygote", child_pid=self._zygote.pid, incarnation=identity))
-
-    def ask_zygote(self, message: Mapping[str, Any], answer: str) -> dict[str, Any]:
-        """Send, and serve until the zygote says `answer`. Raises Refused, or ConfigurationError when it dies."""
-        assert self._zygote_line is not None
-        assert self._zygote is not None
-        self._zygote_line.send(message)
-        while True:
-            for said in self._zygote_said:
-                if said["kind"] == "zygote.refused":
-                    raise Refused(said["text"], said["code"])
-                if said["kind"] == answer:
-                    self._zygote_said.remove(said)
-                    return said
-            if self._zygote.returncode is not None:
-                raise ConfigurationError(
-                    f"the zygote ended with status {self._zygote.returncode} before the job began; "
-                    "what it printed stands above."
-                )
-            self._loop.later(0.5, self.reap)
-            self._loop.turn()
-
-    def _heard(self, message: dict[str, Any], fds: list[int]) -> None:
-        del fds
-        if message["kind"] == "zygote.forked":
-            self._born(self._orders.pop(message["order"]), message["pid"])
-        else:
-            self._zygote_said.append(message)
-
-    def notices(self) -> list[str]:
-        """What the zygote had to say about modules, once."""
-        texts = [said["text"] for said in self._zygote_said if said["kind"] == "zygote.notice"]
-        self._zygote_said = [said for said in self._zygote_said if said["kind"] != "zygote.notice"]
-        return texts
+        self.zygotes.start()
 
     def order(
         self,
         name: str,
         order: Mapping[str, Any],
-        on_message: Callable[[Process, dict[str, Any], list[int]], None],
-        on_exit: Callable[[Process, int], None],
+        on_message: OnMessage,
+        on_exit: OnExit,
         fds: Sequence[int] = (),
         slot: int | None = None,
     ) -> Process:
         """Order a child of the zygote; it runs its first line once we hold its pidfd."""
-        assert self._zygote_line is not None
+        self._number += 1
+        process = Process(name, self._number, on_message, on_exit, slot=slot)
+        if self._closing:
+            return process
+        base = {"kind": "zygote.fork", "order": self._number, "agent": os.getpid(), "job": self.job, "name": name}
+        place = {"run_dir": self.run_dir, "environment": self.environment}
+        self._orders[self._number] = _Order(process, base | place | dict(order), [os.dup(fd) for fd in fds])
+        if self.barren_for:
+            self._loop.later(0.0, self._give_up)
+        elif self.zygotes.taking_orders:
+            self._send(self._orders[self._number])
+        return process
+
+    def _send(self, order: _Order) -> None:
+        process = order.process
+        process.hang_up()  # a child that nobody told us of has the other end, and ends by it
         link, theirs = Link.pair()
-        process: Process
 
         def heard(message: dict[str, Any], got: list[int]) -> None:
             process.on_message(process, message, got)
 
-        process = Process(name, Line(self._loop, link, heard), on_message, on_exit, slot=slot)
-        number, self._number = self._number, self._number + 1
-        base = {
-            "kind": "zygote.fork",
-            "order": number,
-            "agent": os.getpid(),
-            "job": self._job,
-            "run_dir": self.run_dir,
-        }
-        self._orders[number] = process
-        self._zygote_line.send(
-            base | {"name": name, "environment": self.environment} | dict(order), [theirs.fileno(), *fds]
-        )
+        process.line = Line(self._loop, link, heard)
+        self.zygotes.order(order.message, [theirs.fileno(), *order.fds])
         theirs.close()
-        return process
 
-    @property
-    def unborn(self) -> int:
-        """Processes that were ordered and are not known yet."""
-        return len(self._orders)
+    # -- what zygotes say ----------------------------------------------------------------------------------------
+
+    def started(self, pid: int) -> None:
+        """See `Family.started`."""
+        event = ProcessStarted(name="zygote", child_pid=pid, incarnation=str(_identity(pid)))
+        if self.run_dir:
+            self._telemetry.emit(event)
+        else:
+            self.early.append(event)
+
+    def ready(self) -> None:
+        """See `Family.ready`."""
+        for order in list(self._orders.values()):
+            self._send(order)
+
+    def forked(self, number: int, pid: int) -> None:
+        """See `Family.forked`."""
+        order = self._orders.pop(number, None)
+        if order is None:  # it was called back meanwhile
+            kernel.kill(pid)
+            return
+        order.close()
+        self._born(order.process, pid)
+
+    def unborn(self, number: int, why: str) -> None:
+        """See `Family.unborn`."""
+        order = self._orders.get(number)
+        if order is None:
+            return
+        order.tries += 1
+        if order.tries > MOST_RETRIES:
+            self.barren(f"{order.tries} tries to fork {order.process.name} have failed: {why}")
+            return
+        if order.tries == 1:
+            self.notice(f"{order.process.name} cannot be forked: {why}; it is tried again for {MOST_RETRIES} s")
+        self._loop.later(RETRY_S, lambda: self._again(number))
+
+    def _again(self, number: int) -> None:
+        order = self._orders.get(number)
+        if order is not None and self.zygotes.taking_orders:
+            self._send(order)
+
+    def orphaned(self, status: int) -> Sequence[int]:
+        """See `Family.orphaned`."""
+        end = f"signal {-status}" if status < 0 else f"status {status}"
+        waiting = f"; {len(self._orders)} processes wait for it" if self._orders else ""
+        if not self._closing:
+            self.notice(f"the zygote ended by {end}: a new one is prepared, training goes on{waiting}")
+        return [*self.processes]
+
+    def barren(self, why: str) -> None:
+        """See `Family.barren`."""
+        if self.barren_for or self._closing:
+            return
+        self.barren_for = why
+        self.on_barren(why)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        for number in list(self._orders):
+            order = self._orders.pop(number)
+            order.close()
+            order.process.forget()
+            order.process.on_exit(order.process, UNBORN)
+
+    def notice(self, text: str) -> None:
+        """See `Family.notice`."""
+        if self.run_dir:
+            self._telemetry.emit(Notice(text=text, level="warning"))
+        else:
+            self.notices.append(text)
+
+    # -- births and deaths ---------------------------------------------------------------------------------------
 
     def _born(self, process: Process, pid: int) -> None:
         process.pid = pid
@@ -216,25 +205,23 @@ class Nursery:
             except ChildProcessError:
                 return
             if pid == 0:
-                return
+                break
             code = os.waitstatus_to_exitcode(status)
-            if self._zygote is not None and pid == self._zygote.pid:
-                self._zygote.returncode = code
-                self.zygote_lost()
             process = self.processes.pop(pid, None)
             if process is not None:
                 self._bury(process, code)
-            elif self._orders:
+            elif not self.zygotes.gone(pid, code):
                 self._early_deaths[pid] = code
+        if not self._orders:
+            self._early_deaths.clear()
 
     def _bury(self, process: Process, code: int) -> None:
         if process.pidfd >= 0:
             self._loop.unwatch(process.pidfd)
             os.close(process.pidfd)
-        kernel.kill_session(process.pid)
-        process.line.close()  # reads what it still said
-        if self._zygote_line is not None:
-            self._zygote_line.send({"kind": "zygote.forget", "pid": process.pid})
+        mark.kill(self.job, process.number, frozenset({process.pid}))
+        process.hang_up()
+        self.zygotes.forget(process.pid)
         self._telemetry.emit(
             ProcessEnded(
                 name=process.name, child_pid=process.pid, status=code, expected=process.expected_end,
@@ -243,26 +230,54 @@ class Nursery:
         )  # fmt: skip
         process.on_exit(process, code)
 
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def recall(self) -> None:
+        """Nobody else is to be born: orders that wait are void, without a word to whoever gave them."""
+        self._closing = self.zygotes.last = True
+        for order in self._orders.values():
+            order.close()
+            order.process.forget()
+        self._orders.clear()
+
     def strays(self) -> list[int]:
         """Adopted processes: children of ours that we did not order."""
-        known = set(self.processes) | ({self._zygote.pid} if self._zygote is not None else set())
-        mine = os.getpid()
-        return [p for p, s in kernel.processes().items() if s.parent == mine and p not in known and s.state != "Z"]
+        found = [pid for pid in kernel.children() if pid not in self.processes and pid != self.zygotes.pid]
+        states = [(pid, kernel.status(pid)) for pid in found]
+        return [pid for pid, stat in states if stat is not None and stat.state != "Z"]
 
-    def close(self) -> None:
-        """End the zygote and every stray; nothing of the job is left on this node."""
-        if self._zygote is not None and self._zygote.returncode is None:
-            self._zygote.send_signal(signal.SIGKILL)
-            self._zygote.wait()
-        if self._zygote_line is not None:
-            self._zygote_line.close()
-        for _ in range(100):  # a stray that is killed may leave children of its own to us; one in D state stays
-            for pid in self.strays():
+    def strays_of(self, process: Process) -> list[int]:
+        """Daemons that a living process of ours, or a child of it, has let go of."""
+        own = mark.text(process.number)
+        return [pid for pid in self.strays() if mark.of(pid).get(mark.BORN) == own]
+
+    def kill_strays(self, process: Process, spared: Container[int]) -> None:
+        """End the daemons that `process` has let go of, with their sessions; those in `spared` may stay."""
+        for pid in self.strays_of(process):
+            stat = kernel.status(pid)
+            if pid in spared or stat is None:
+                continue
+            if stat.session != process.pid:
+                kernel.kill_session(stat.session)
+            kernel.kill(pid)
+
+    def close(self) -> list[int]:
+        """End all that is left of the job on this node; return what cannot be ended (in D state)."""
+        self.recall()
+        self.zygotes.close()
+        until = self._loop.clock.now() + CLOSE_S
+        while True:
+            for process in self.processes.values():
+                process.expected_end = True
+                process.kill()
+            for pid in self.strays():  # one that is killed may leave children of its own to us
                 kernel.kill(pid)
+            mark.kill(self.job)
             self.reap()
-            if not self.strays():
-                return
-            self._loop.clock.sleep(0.01)
+            left = [*self.processes, *self.strays()]
+            if (not left and not self.zygotes.pid) or self._loop.clock.now() > until:
+                return left
+            self._loop.clock.sleep(0.005)
 
 
 def _identity(pid: int) -> Incarnation:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.errors import ProtocolError
-from everstep.launcher.agent.nursery import Process
+from everstep.launcher.agent.process import Process
 from everstep.launcher.config import LaunchConfig
 from everstep.process.page import Page, Reading
 from everstep.recovery.core.words import Facts, Incarnation
@@ -33,6 +33,7 @@ class Worker:
     cpu_at_mark: tuple[float, float] = (0.0, 0.0)  # (mark, cpu seconds then)
     logs: "Logs | None" = None
     attempt: int = 0
+    lasting: frozenset[int] = frozenset()  # daemons that its script had let go of before the wrapped call
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -71,6 +72,27 @@ class Logs:
     def error_file(self) -> str:
         """What torch's `@record` writes into."""
         return str(self.folder / "error.json")
+
+
+WORDS: Mapping[str, Mapping[str, type]] = {
+    "hello": {},
+    "attached": {},
+    "left": {},
+    "fault": {"fault": str, "text": str, "generation": int},
+    "arrived": {"generation": int, "dirt": list},
+    "completed": {"generation": int},
+    "heard": {"waiting": bool, "stack": str},
+    "replace": {"text": str},
+    "refused": {"text": str, "code": int},
+    "asked": {"text": str, "code": int},
+    "script_failed": {"text": str, "hopeless": bool},
+}
+"""What a worker may say to its agent. It is the user's process: what it says is read as that."""
+
+
+def well_formed(verb: str, message: Mapping[str, Any]) -> bool:
+    """Tell whether a message is one that a worker may say."""
+    return verb in WORDS and all(isinstance(message.get(name), kind) for name, kind in WORDS[verb].items())
 
 
 PREPARE = "everstep.training:prepare"
@@ -148,7 +170,7 @@ def program_of(config: LaunchConfig) -> list[str] | None:
 
 
 def begin_message(
-    config: LaunchConfig, worker: Worker, environment: Mapping[str, str], assigned: Mapping[str, Any], umask: int
+    config: LaunchConfig, worker: Worker, environment: Mapping[str, str], assigned: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What a fresh process needs to become a rank."""
     assert worker.logs is not None
@@ -159,8 +181,6 @@ def begin_message(
         "module": config.module,
         "program": program_of(config),
         "environment": dict(environment),
-        "cwd": str(Path.cwd()),
-        "umask": umask,
         "stdout": worker.logs.stdout,
         "stderr": worker.logs.stderr,
         "slot": worker.slot,

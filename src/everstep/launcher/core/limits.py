@@ -7,11 +7,12 @@ Rule 2: limits start from the longest gap that was legitimate so far, and only a
 Rule 3: idle silence (no CPU used) is believed sooner than busy silence (H2: slow is not hung).
 Rule 4: hard action needs evidence: a stopped process, or one that does not answer a probe (its interpreter lock is
         held), or the operator's own limit. All else gets the soft action, which costs one step when it is wrong.
+        Ranks that wait in a collective are not judged before the one they wait for: its own limit counts.
 Rule 5: a step that has hung once gets twice the time in the next generation, until it has passed (H2).
 Rejected: limits as a multiple of the mean (one slow evaluation and it fires), and any limit below `IDLE_FLOOR_S`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 LEARN_STEPS = 3
@@ -39,6 +40,7 @@ class View:
     cpu_share: float  # of one core since the last mark
     probe_age_s: float | None = None  # a probe that has not been answered; None: none outstanding
     waiting: bool | None = None  # its stack stands in a collective, and waits for others; None: not known
+    name: str = ""  # of a declared phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Own:
 
     soft_s: float | None = None
     hard_s: float | None = None
+    first_s: float | None = None  # set-up and first step; `soft_s` is about steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +92,10 @@ def soft_limit(view: View, learned: Learned, own: Own) -> float:
         return 0.0
     if view.phase == "declared":
         return view.limit_s
-    if own.soft_s is not None:
-        return own.soft_s if view.phase == "step" else max(own.soft_s, min(FIRST_CEILING_S, 3 * learned.worst_first_s))
     if view.phase == "first":
-        return (
-            FIRST_CEILING_S
-            if learned.worst_first_s == 0
-            else min(FIRST_CEILING_S, max(CEILING_S, 3 * learned.worst_first_s))
-        )
+        return _first_limit(view, learned, own)
+    if own.soft_s is not None:
+        return own.soft_s
     if view.steps_here < LEARN_STEPS:
         return CEILING_S
     floor = IDLE_FLOOR_S if view.cpu_share < BUSY_SHARE else BUSY_FLOOR_S
@@ -104,6 +103,18 @@ def soft_limit(view: View, learned: Learned, own: Own) -> float:
     if view.step == learned.doubled_step:
         limit *= 2**learned.doublings
     return min(CEILING_S, limit) if learned.worst_gap_s * 2 < CEILING_S else 2 * learned.worst_gap_s
+
+
+def _first_limit(view: View, learned: Learned, own: Own) -> float:
+    """Set-up compiles, loads and restores: a limit for steps says nothing of it (HD-01)."""
+    if own.first_s is not None:
+        return own.first_s
+    if learned.worst_first_s == 0:
+        return FIRST_CEILING_S
+    limit = max(CEILING_S, own.soft_s or 0.0, 3 * learned.worst_first_s)
+    if view.step == learned.doubled_step:  # a restore from a slower tier takes longer than the set-ups so far
+        limit *= 2**learned.doublings
+    return min(FIRST_CEILING_S, limit)
 
 
 def exempt(view: View) -> bool:
@@ -123,15 +134,27 @@ def judge(views: Sequence[View], learned: Learned, own: Own) -> tuple[Verdict, .
     hard = [v for v in overdue if own.hard_s is not None and v.silent_s > own.hard_s and not v.waiting]
     if hard:
         return tuple(
-            Verdict(v.rank, "kill", f"no progress for {v.silent_s:.1f} s, --hard-timeout {own.hard_s:g}") for v in hard
+            Verdict(v.rank, "kill", f"no progress for {v.silent_s:.1f} s {_place(v)}, --hard-timeout {own.hard_s:g}")
+            for v in hard
         )
     if overdue:
-        return _condemn(overdue, limits)
-    return tuple(
-        Verdict(v.rank, "probe", "silent for half its limit")
-        for v in views
-        if limits[v.rank] and v.silent_s > PROBE_SHARE * limits[v.rank] and not _asked(v) and not excused
-    )
+        return _condemn(overdue, limits) if not _behind(overdue, views, limits) else _ask(views, limits, overdue)
+    return () if excused else _ask(views, limits, ())
+
+
+def _ask(views: Sequence[View], limits: Mapping[int, float], overdue: Sequence[View]) -> tuple[Verdict, ...]:
+    half = [v for v in views if limits[v.rank] and v.silent_s > PROBE_SHARE * limits[v.rank] and not _asked(v)]
+    return tuple(Verdict(v.rank, "probe", "overdue" if v in overdue else "silent for half its limit") for v in half)
+
+
+def _behind(overdue: Sequence[View], views: Sequence[View], limits: Mapping[int, float]) -> bool:
+    """True while all who are overdue wait for somebody who is not, and who has a limit of its own.
+
+    It is slow (busy, so believed longer: rule 3) or came to this step later; with its own limit the wait is over.
+    """
+    if not all(v.waiting for v in overdue):
+        return False
+    return any(limits[v.rank] and not v.waiting for v in views if v not in overdue)
 
 
 def _asked(view: View) -> bool:
@@ -154,10 +177,15 @@ def _condemn(overdue: Sequence[View], limits: dict[int, float]) -> tuple[Verdict
         Verdict(
             culprit.rank,
             "interrupt",
-            f"no progress for {culprit.silent_s:.1f} s after step {culprit.step}, {busy}; "
-            f"limit {limits[culprit.rank]:.1f} s",
+            f"no progress for {culprit.silent_s:.1f} s {_place(culprit)}, {busy}; limit {limits[culprit.rank]:.1f} s",
         ),
     )
+
+
+def _place(view: View) -> str:
+    """Say where it stands: its phase, and the last step it has done."""
+    where = {"first": "in set-up or the first step", "declared": f"in the phase {view.name!r}"}.get(view.phase, "")
+    return f"{where}, after step {view.step}" if where and view.step else where or f"after step {view.step}"
 
 
 def _wedged(view: View) -> str:

@@ -1,0 +1,61 @@
+"""How a job ends on its node: everybody is asked or killed, and nobody is waited for beyond a limit."""
+
+from collections.abc import Callable
+
+from everstep.errors import ExitCode
+from everstep.launcher.agent.crew import Crew
+from everstep.launcher.agent.loop import Loop
+from everstep.launcher.agent.nursery import Nursery
+from everstep.recovery.core import words
+
+UNKILLABLE_S = 5.0
+"""After SIGKILL: whoever waits inside the kernel for longer is left behind, and named."""
+AGAIN_S = 1.0
+"""A second signal within it is the same one, come by two ways (a terminal, and whoever wraps us)."""
+
+
+class Ending:
+    """The end, once it is decided."""
+
+    def __init__(
+        self,
+        command: words.End,
+        loop: Loop,
+        nursery: Nursery,
+        crew: Crew,
+        grace_s: float,
+        notice: Callable[[str, str], None],
+    ) -> None:
+        self.code, self.reason = command.code, command.reason
+        self._loop, self._nursery, self._crew = loop, nursery, crew
+        self._grace_s, self._notice = grace_s, notice
+        self._began_s = loop.clock.now()
+
+    def begin(self) -> None:
+        """Let nobody be born, and end who lives: at once, or, where a signal was passed on to them, after the grace."""
+        self._nursery.recall()
+        self._crew.forget_births()
+        for worker in self._crew:
+            worker.process.expected_end = True
+            if not worker.begun or self.code < ExitCode.SIGNALLED:
+                worker.process.kill()
+        if self.code != 0:
+            self._notice(self.reason, "error")
+        self._loop.later(self._grace_s, self._kill_all)
+        self.look()
+
+    def again(self, name: str) -> None:
+        """Another signal: whoever sends it does not want to wait."""
+        if self._loop.clock.now() - self._began_s > AGAIN_S:
+            self._notice(f"{name} again: everything is killed", "error")
+            self._kill_all()
+
+    def _kill_all(self) -> None:
+        for worker in self._crew:
+            worker.process.kill()
+        self._loop.later(UNKILLABLE_S, self._loop.stop)
+
+    def look(self) -> None:
+        """It is over when no worker is left."""
+        if not list(self._crew):
+            self._loop.stop()

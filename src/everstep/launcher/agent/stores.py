@@ -1,0 +1,98 @@
+"""The store's process as its agent holds it: one at a time, begun again when it is gone, frozen, or to be new.
+
+Rule 1: running groups need no store, so its loss stops nobody; the next generation waits for the next one.
+Rule 2: one that does not serve within START_S, or is stopped, or whose clients complain, is killed: a dead store is
+        replaced in milliseconds, a frozen one is waited for until somebody's deadline, again and again.
+Rule 3: MOST_FALSE_STARTS in a row that end before they serve, and the job has no store: `failed`, once.
+"""
+
+from collections.abc import Callable
+
+from everstep.errors import ExitCode
+from everstep.launcher.agent.loop import Loop
+from everstep.launcher.agent.nursery import Nursery
+from everstep.launcher.agent.process import Process
+from everstep.process import kernel
+
+ENTRY = "everstep.store.host:main"
+MOST_FALSE_STARTS = 3
+START_S = 30.0
+COMPLAINTS = ("StoreTimeout", "StoreError")
+
+
+class Stores:
+    """Holds the store's address; `ready` is called when there is one (again), `failed` when there will be none."""
+
+    def __init__(
+        self, loop: Loop, nursery: Nursery, port: int, ready: Callable[[], None], failed: Callable[[int, str], None]
+    ) -> None:
+        self._loop, self._nursery, self._port = loop, nursery, port
+        self._ready, self._failed = ready, failed
+        self._process: Process | None = None
+        self._false_starts = 0
+        self.address: tuple[str, int] | None = None
+
+    def start(self) -> None:
+        """Have a store made."""
+        self.address = None
+        order = {"role": "helper", "entry": ENTRY, "arguments": {"port": self._port, "host": "127.0.0.1"}}
+        process = self._process = self._nursery.order("store", order, self._said, self._gone)
+        self._loop.later(START_S, lambda: self._too_late(process))
+
+    def renew(self) -> None:
+        """Have this one end: its end starts the next, on the same port where one was given. Without one, try again."""
+        self.address = None
+        if self._process is None:
+            self._false_starts = 0
+            self.start()
+        else:
+            self._process.expected_end = True
+            self._process.kill()
+
+    def look(self) -> None:
+        """A stopped store answers nobody and refuses nobody."""
+        stat = kernel.status(self._process.pid) if self._process is not None and self._process.pid else None
+        if self._process is not None and stat is not None and stat.state in "Tt":
+            self._process.kill()
+
+    def suspect(self, complaint: str) -> None:
+        """A worker's fault may be the store's."""
+        if self._process is not None and complaint.startswith(COMPLAINTS):
+            self._process.kill()
+
+    def _too_late(self, process: Process) -> None:
+        """It has a process, and does not serve. Its birth is the nursery's care."""
+        if process is self._process and self.address is None and process.pid:
+            process.kill()
+
+    def _said(self, process: Process, message: dict[str, object], fds: list[int]) -> None:
+        del fds
+        if process is not self._process:
+            return
+        if message["kind"] == "store.ready":
+            self.address = (str(message["host"]), int(str(message["port"])))
+            self._false_starts = 0
+            self._ready()
+        elif message["kind"] == "store.failed":
+            self._process = None  # it is on its way out
+            self._failed(int(ExitCode.CONFIGURATION), str(message["text"]))
+
+    def _gone(self, process: Process, status: int) -> None:
+        if process is not self._process:
+            return
+        self._process = None
+        served, self.address = self.address is not None, None
+        if self._nursery.barren_for:
+            self._failed(int(ExitCode.BAD_NODE), f"no store can be started: {self._nursery.barren_for}")
+            return
+        if process.expected_end or served:
+            if not process.expected_end:
+                self._nursery.notice("the store has gone; running groups need none, the next generation gets a new one")
+            self.start()
+            return
+        self._false_starts += 1
+        if self._false_starts < MOST_FALSE_STARTS:
+            self.start()
+            return
+        text = f"the store's process ended {MOST_FALSE_STARTS} times before it could serve, last with status {status}"
+        self._failed(int(ExitCode.CONFIGURATION), f"{text}; see what it printed")

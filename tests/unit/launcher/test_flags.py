@@ -1,0 +1,55 @@
+"""The command line: torchrun's own parser, and the words with which nonsense is refused."""
+
+import pytest
+
+from everstep.errors import EverstepError
+from everstep.launcher import flags
+from everstep.launcher.config import from_flags
+
+EXTENSIONS = ("everstep.faults.flags:add_run_arguments",)
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import everstep\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--no-such-flag",), "unrecognized"),
+        (("--nproc-per-node", "0"), "at least one rank"),
+        (("--nproc-per-node", "many"), "many"),
+        (("--nnodes", "2"), "one node"),
+        (("--nnodes", "x"), "x"),
+        (("--max-restarts", "few"), "few"),
+        (("--spares", "-1"), "0 or more"),
+        (("--grace", "-1"), "0 or more"),
+        (("--soft-timeout", "0"), "more than 0"),
+        (("--first-timeout", "-3"), "more than 0"),
+        (("--soft-timeout", "5", "--hard-timeout", "4"), "soft < hard"),
+        (("--redirects", "4"), "0 to 3"),
+        (("--tee", "0:x"), "0 to 3"),
+        (("--local-ranks-filter", "one"), "local ranks"),
+        (("-m", "--no-python"), "contradict"),
+        (("--numa-binding", "node"), "does not do it yet"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_its_words(script, given, words):
+    with pytest.raises(EverstepError, match=words) as refused:
+        from_flags(flags.parse([*given, script], EXTENSIONS))
+    assert refused.value.exit_code == 64
+
+
+@pytest.mark.parametrize("spelling", ["--first-timeout", "--first_timeout"])
+def test_flags_are_heard_with_dashes_and_with_underscores(script, spelling):
+    config = from_flags(flags.parse([spelling, "7", "--nproc_per_node=2", script, "--lr", "1"], EXTENSIONS))
+    assert (config.first_timeout_s, config.nproc, config.arguments) == (7.0, 2, ("--lr", "1"))
+
+
+def test_streams_and_ranks_are_taken_as_torchrun_writes_them(script):
+    given = ["--redirects", "3", "--tee", "0:1,1:3", "--local-ranks-filter", "0, 2", script]
+    config = from_flags(flags.parse(given, EXTENSIONS))
+    assert (config.redirects, config.tee, config.local_ranks_filter) == ("3", "0:1,1:3", "0, 2")
