@@ -55,6 +55,7 @@ def _import(names: tuple[str, ...], link: Link, *, required: bool) -> list[str]:
     """Import modules; tell the agent of each one that fails. Returns those that were imported."""
     done: list[str] = []
     for name in names:
+        threads = len(kernel.other_threads())
         try:
             module, _, attribute = name.partition(":")
             loaded = importlib.import_module(module)
@@ -65,7 +66,13 @@ def _import(names: tuple[str, ...], link: Link, *, required: bool) -> list[str]:
             if required:
                 raise
             link.send({"kind": "zygote.notice", "text": f"preload of {name} failed, it is left out: {error!r}"})
+        if len(kernel.other_threads()) > threads and not required:
+            _began_threads.append(name)
     return done
+
+
+_began_threads: list[str] = []
+"""Preloads after whose import there were more threads: a parallel tensor operation leaves its pool behind."""
 
 
 def _parse(link: Link) -> bool:
@@ -108,9 +115,11 @@ def _probe() -> str:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if code == 0:
         return ""
+    named = f"importing {', '.join(_began_threads)} began threads" if _began_threads else "find it with --preload none"
     return (
         f"a forked child could not finish a parallel tensor operation (status {os.waitstatus_to_exitcode(code)}): some "
-        "preloaded module runs tensor operations at import. Find it with --preload none, and leave it out."
+        f"preloaded module runs tensor operations at import; {named}. Leave it out of --preload, or import it in the "
+        "wrapped function."
     )
 
 
