@@ -7,8 +7,8 @@ Rule 3: a field is added with a default or not at all; a reader of version 1 mus
 
 import enum
 import json
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 from everstep.errors import LedgerError
@@ -16,6 +16,7 @@ from everstep.errors import LedgerError
 VERSION = 1
 T = TypeVar("T")
 _SHAPES: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
+_print: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Category(enum.Enum):
@@ -230,8 +231,8 @@ class Record:
 
     def to_json(self) -> str:
         """Return the line, without its newline."""
-        body = {"v": VERSION, "event": type(self.event).__name__, "at": asdict(self.stamp)}
-        return json.dumps(body | {"is": asdict(self.event)}, separators=(",", ":"))
+        event = self.event
+        return _print({"v": VERSION, "event": type(event).__name__, "at": _fields(self.stamp), "is": _fields(event)})
 
     @classmethod
     def from_json(cls, line: str) -> "Record":
@@ -244,6 +245,11 @@ class Record:
             raise LedgerError(f"not an event of version {VERSION}: {line[:120]!r} ({error})") from error
 
 
+def _fields(value: Any) -> dict[str, Any]:
+    """`dataclasses.asdict` for what holds no other dataclass: at every step of every rank, so without its copies."""
+    return {name: getattr(value, name) for name, _ in _shape(type(value))}
+
+
 def _build(kind: type[T], values: Mapping[str, Any]) -> T:
     shape = _shape(kind)
     missing = [name for name, required in shape if required and name not in values]
@@ -254,10 +260,11 @@ def _build(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def _shape(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
     """Each field of a dataclass, and whether it must be given; asked once a class, not once a line."""
-    if kind not in _SHAPES:
+    known = _SHAPES.get(kind)
+    if known is None:
         required = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(kind)}
-        _SHAPES[kind] = tuple(required.items())
-    return _SHAPES[kind]
+        known = _SHAPES[kind] = tuple(required.items())
+    return known
 
 
 def _tuples(value: Any) -> Any:

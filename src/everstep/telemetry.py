@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -71,13 +71,13 @@ class Telemetry:
 
     def emit(self, event: Event, *, at_s: float | None = None) -> Record:
         """Stamp `event` (at `at_s` monotonic seconds, else now), hand it to every sink, return the record."""
-        now = self.clock.now()
+        now, wall = self.clock.now(), self.clock.wall()
+        if at_s is not None:
+            now, wall = at_s, wall - (now - at_s)
         stamp = Stamp(
-            mono_s=now, wall_s=self.clock.wall(), boot_id=self.boot, pid=os.getpid(),
+            mono_s=now, wall_s=wall, boot_id=self.boot, pid=os.getpid(),
             role=self.role, slot=self.slot, rank=self.rank, generation=self.generation,
         )  # fmt: skip
-        if at_s is not None:
-            stamp = replace(stamp, mono_s=at_s, wall_s=stamp.wall_s - (now - at_s))
         record = Record(stamp, event)
         for sink in tuple(self.sinks):
             try:
