@@ -42,10 +42,16 @@ class Buffer:
     def groups(
         self, payload_at: int, stable: Sequence[Part], changing: Iterable[Part]
     ) -> tuple[list[Group], list[Group]]:
-        """Return what is to be copied where: (early, late). Views for the stable parts are made once."""
+        """Return what is to be copied where: (early, late). Views for the stable parts are made once.
+
+        They are used again for the same leaves, which say where in the payload, and the same sources.
+        """
         known = self._groups
-        if known is None or [id(part) for part in known[0]] != [id(part) for part in stable]:
+        if known is None or not _alike(known[0], stable):
             known = self._groups = (tuple(stable), *self._make(payload_at, stable))
+        changing = [part for part in changing if part.sources]
+        if not changing:
+            return known[1], known[2]
         early, late = self._make(payload_at, changing)
         return [*known[1], *early], [*known[2], *late]
 
@@ -74,6 +80,13 @@ class Buffer:
                     pair = (view(self.raw[start : start + leaf.nbytes], leaf), source)
                     (late if n in part.late else early).append(pair)
         return grouped(early), grouped(late)
+
+
+def _alike(known: Sequence[Part], parts: Sequence[Part]) -> bool:
+    return len(known) == len(parts) and all(
+        a.section.leaves is b.section.leaves and a.sources is b.sources and a.late is b.late
+        for a, b in zip(known, parts, strict=True)
+    )
 
 
 class BufferSet:

@@ -9,54 +9,20 @@ dict gathers (EXPERIMENTS M5, C7).
 # ruff: noqa: SLF001
 # pyright: reportPrivateUsage=false
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.core.layout import Leaf, Ref, Section
-from everstep.checkpoint.tensors import Collector, Part, Payload, check, dtype_name, local_of, stored, value_of
+from everstep.checkpoint.tensors import Collector, Part, Payload, Reading, check, dtype_name, local_of, stored, value_of
+from everstep.checkpoint.watch import Watch
 
 EXTRA = "extra_state"
 _TRANSPARENT = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
-Entry = tuple[str, MutableMapping[str, Any], str, Tensor, bool]
-"""Name, the module's dict that holds the tensor, the key in it, the tensor, and whether it is a parameter."""
-
-
-class Watch:
-    """Whether tensors still stand where they were found: by identity and storage pointer."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[MutableMapping[Any, Any], Any, Tensor]] = []
-        self._pointers: list[tuple[Tensor, int]] = []
-        self._locals: list[tuple[Any, Tensor]] = []
-        self._lengths: list[tuple[Any, int]] = []
-
-    def tensor(self, holder: MutableMapping[Any, Any], key: Any, value: Tensor) -> None:
-        """Watch one tensor in its place."""
-        self._held.append((holder, key, value))
-        if isinstance(value, DTensor):
-            local = value._local_tensor
-            self._locals.append((value, local))
-            self._pointers.append((local, local.data_ptr()))
-        else:
-            self._pointers.append((value, value.data_ptr()))
-
-    def length(self, container: Any) -> None:
-        """Watch that nothing is added or taken away."""
-        self._lengths.append((container, len(container)))
-
-    def holds(self) -> bool:
-        """True as long as all is as it was."""
-        return (
-            all(len(container) == length for container, length in self._lengths)
-            and all(holder.get(key) is value for holder, key, value in self._held)
-            and all(value._local_tensor is local for value, local in self._locals)
-            and all(value.data_ptr() == pointer for value, pointer in self._pointers)
-        )
+Entry = tuple[str, Tensor, bool]
+"""Name, tensor, and whether it is a parameter."""
 
 
 class ModuleSource:
@@ -66,9 +32,10 @@ class ModuleSource:
         self._name = name
         self._module = module
         self._world_size = world_size
-        self._part: Part | None = None
+        self.part: Part | None = None  # as last walked
         self._watch = Watch()
         self._extra = False
+        self._reading = Reading(f"{name}/{EXTRA}", per_rank=world_size > 1)
         self.gated: frozenset[Tensor] = frozenset()  # parameters that an optimizer's step alone writes
         self._ddp = [prefix for prefix, inner in walk_modules(module) if _is_ddp(inner)]
         _refuse_fsdp1(name, module)
@@ -76,30 +43,27 @@ class ModuleSource:
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters with their names; a tied one comes once, under its first name."""
         seen: set[int] = set()
-        for fqn, _, _, value, is_parameter in self._entries():
+        for fqn, value, is_parameter in self._entries():
             if is_parameter and id(value) not in seen:
                 seen.add(id(value))
                 yield fqn, value
 
     def replicated_parameters(self) -> list[Tensor]:
         """Parameters that DDP keeps equal on all ranks."""
-        return [v for fqn, _, _, v, is_parameter in self._entries() if is_parameter and self._same(fqn)]
+        return [v for fqn, v, is_parameter in self._entries() if is_parameter and self._same(fqn)]
 
     def stable(self) -> list[Part]:
         """See `walk.Source`."""
-        if self._part is None or not self._watch.holds():
+        if self.part is None or not self._watch.holds():
             _reshard(self._module)
-            self._part = self._walk()
-        return [self._part]
+            self.part = self._walk()
+        return [self.part]
 
     def changing(self) -> list[Part]:
         """See `walk.Source`."""
         if not self._extra:
             return []
-        name = f"{self._name}/{EXTRA}"
-        collector = Collector(name, per_rank=self._world_size > 1)
-        state = {fqn: module.get_extra_state() for fqn, module in _with_extra(self._module)}
-        return [collector.part(collector.node(name, state), per_rank=self._world_size > 1)]
+        return [self._reading.part({fqn: module.get_extra_state() for fqn, module in _with_extra(self._module)})]
 
     def names(self) -> tuple[str, ...]:
         """See `walk.Source`."""
@@ -109,7 +73,7 @@ class ModuleSource:
     def mismatches(self, saved: Mapping[str, Section]) -> list[str]:
         """See `walk.Source`."""
         section = saved[self._name]
-        live = {fqn: value for fqn, _, _, value, _ in self._entries()}
+        live = {fqn: value for fqn, value, _ in self._entries()}
         found = [f"{self._name}/{fqn} is missing in the saved state" for fqn in live if fqn not in section.tree]
         found += [f"{self._name}/{fqn} was saved and is not in the model" for fqn in section.tree if fqn not in live]
         for fqn, ref in section.tree.items():
@@ -122,7 +86,7 @@ class ModuleSource:
         _reshard(self._module)
         section = saved[self._name]
         with torch.no_grad():
-            for fqn, _, _, value, _ in self._entries():
+            for fqn, value, _ in self._entries():
                 local_of(value).copy_(stored(section.leaves[section.tree[fqn].leaf], payload))
         extra = saved.get(f"{self._name}/{EXTRA}")
         if extra is not None:
@@ -141,14 +105,13 @@ class ModuleSource:
         collector, watch = Collector(self._name), Watch()
         tree: dict[str, Ref] = {}
         own = self._world_size > 1
-        for fqn, holder, key, value, is_parameter in self._entries():
+        for fqn, value, is_parameter in self._entries():
             same = not own or (is_parameter and self._same(fqn))
             path, late = f"{self._name}/{fqn}", value in self.gated
             tree[fqn] = collector.tensor(path, value, replicated=same, per_rank=not same, late=late)
-            watch.tensor(holder, key, value)
+            watch.tensor(value, collector.local)
         for module in self._module.modules():
-            for container in (module._parameters, module._buffers, module._modules):
-                watch.length(container)
+            _watch(watch, module)
         self._watch = watch
         self._extra = any(True for _ in _with_extra(self._module))
         return collector.part(tree)
@@ -157,11 +120,46 @@ class ModuleSource:
         for prefix, module in walk_modules(self._module):
             for key, value in module._parameters.items():
                 if value is not None:
-                    yield prefix + key, module._parameters, key, value, True
+                    yield prefix + key, value, True
             skipped = module._non_persistent_buffers_set
             for key, value in module._buffers.items():
                 if value is not None and key not in skipped:
-                    yield prefix + key, module._buffers, key, value, False
+                    yield prefix + key, value, False
+
+
+class Names:
+    """What an optimizer calls its parameters: the models' names for them, looked up anew when a model has changed."""
+
+    def __init__(self, models: Mapping[str, ModuleSource]) -> None:
+        self._models = models
+        self._parts: list[Part | None] | None = None
+        self.known: Mapping[Tensor, str] = {}
+        self.replicated: frozenset[Tensor] = frozenset()
+
+    def look(self) -> Mapping[Tensor, str]:
+        """Return the names, another object whenever one may differ; call it after `stable` of the models."""
+        parts = [source.part for source in self._models.values()]
+        if parts != self._parts:
+            self._parts, known = parts, dict[Tensor, str]()
+            for name, source in self._models.items():
+                prefix = f"{name}." if len(self._models) > 1 else ""
+                for fqn, parameter in source.parameters():
+                    known.setdefault(parameter, prefix + fqn)
+            self.known = known
+            self.replicated = frozenset(p for s in self._models.values() for p in s.replicated_parameters())
+        return self.known
+
+
+def _watch(watch: Watch, module: nn.Module) -> None:
+    """Everything by which `walk_modules` and `_entries` find their way."""
+    for name in ("_parameters", "_buffers", "_modules"):
+        held = getattr(module, name)
+        watch.place(vars(module), name, held)
+        watch.size(held)
+        for key, value in held.items():
+            watch.place(held, key, value)
+    if module._buffers:
+        watch.contents(module._non_persistent_buffers_set)
 
 
 def walk_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

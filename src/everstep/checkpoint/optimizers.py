@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.core.estimate import state_bytes, state_tensors
-from everstep.checkpoint.core.layout import Leaf, Ref, Section
-from everstep.checkpoint.modules import Watch, differences
-from everstep.checkpoint.tensors import Collector, Part, Payload, fresh, local_of, stored, value_of
+from everstep.checkpoint.core.layout import Leaf, Node, Ref, Section, printed
+from everstep.checkpoint.core.plain import plain
+from everstep.checkpoint.modules import Names, differences
+from everstep.checkpoint.tensors import Collector, Part, Payload, Reading, fresh, local_of, stored, value_of
+from everstep.checkpoint.watch import Watch
 
 _SCALAR_LEAVES = 1
 
@@ -26,32 +28,34 @@ class OptimizerSource:
         self,
         name: str,
         optimizer: torch.optim.Optimizer,
-        names: Mapping[Tensor, str],
-        replicated: set[Tensor],
+        names: Names,
         world_size: int,
     ) -> None:
-        self._name = name
+        self._state_name = f"{name}/state"
+        self._groups_name = f"{name}/param_groups"
         self._optimizer = optimizer
-        self._known = names
-        self._replicated = replicated
+        self._naming = names
+        self._known = names.look()
         self._own = world_size > 1
         self._part: Part | None = None
         self._watch = Watch()
         self._plain = True
+        self._names: list[list[str]] = []  # of each group's parameters, as last walked
+        self._groups = Groups(self._groups_name, own=self._own)
         self.gated = gated(optimizer)
-        self._state_name = f"{name}/state"
-        self._groups_name = f"{name}/param_groups"
 
     def stable(self) -> list[Part]:
         """See `walk.Source`."""
-        if self._part is None or not self._watch.holds():
+        known = self._naming.look()
+        if self._part is None or known is not self._known or not self._watch.holds():
+            self._known = known
             self._part = self._walk()
         return [self._part] if self._plain else []
 
     def changing(self) -> list[Part]:
         """See `walk.Source`."""
         state = [] if self._plain else [self._walk()]
-        return [*state, self._groups()]
+        return [*state, self._groups.part(self._optimizer.param_groups, self._names)]
 
     def names(self) -> tuple[str, ...]:
         """See `walk.Source`."""
@@ -60,7 +64,7 @@ class OptimizerSource:
     def mismatches(self, saved: Mapping[str, Section]) -> list[str]:
         """See `walk.Source`."""
         groups = saved[self._groups_name].tree
-        mine = [group["params"] for group in self._named_groups()]
+        mine = self._group_names(self._parameters())
         theirs = [group["params"] for group in groups]
         found: list[str] = []
         if len(mine) != len(theirs):
@@ -110,24 +114,23 @@ class OptimizerSource:
         collector, watch = Collector(self._state_name), Watch()
         state, tree = self._optimizer.state, dict[str, Any]()
         self._plain = True
-        watch.length(state)
         named = self._parameters()
-        for group in self._optimizer.param_groups:
-            watch.length(group["params"])
+        self._names = self._group_names(named)
         for parameter, fqn in named:
             if parameter not in state:
                 continue
-            watch.length(state[parameter])
-            same = not self._own or parameter in self._replicated
+            same = not self._own or parameter in self._naming.replicated
             entry: dict[str, Any] = {}
             for key, value in state[parameter].items():
                 entry[key] = self._value(collector, f"{self._state_name}/{fqn}/{key}", parameter, value, same)
+                watch.place(state[parameter], key, value)
                 if isinstance(value, Tensor):
-                    watch.tensor(state[parameter], key, value)
+                    watch.tensor(value, collector.local)
                 else:
                     self._plain = False
             tree[fqn] = entry
         self._refuse_others(named)
+        _watch(watch, self._optimizer)
         self._watch = watch
         return collector.part(tree)
 
@@ -150,16 +153,9 @@ class OptimizerSource:
                     "state by parameter; keep other state in an object with state_dict and load_state_dict."
                 )
 
-    def _named_groups(self) -> list[dict[str, Any]]:
-        names = iter([fqn for _, fqn in self._parameters()])
-        return [
-            {key: [next(names) for _ in value] if key == "params" else value for key, value in group.items()}
-            for group in self._optimizer.param_groups
-        ]
-
-    def _groups(self) -> Part:
-        collector = Collector(self._groups_name, replicated=not self._own, per_rank=self._own)
-        return collector.part(collector.node(self._groups_name, self._named_groups()), per_rank=self._own)
+    def _group_names(self, named: list[tuple[Tensor, str]]) -> list[list[str]]:
+        names = iter([fqn for _, fqn in named])
+        return [[next(names) for _ in group["params"]] for group in self._optimizer.param_groups]
 
     def _misfits(self, section: Section) -> list[str]:
         found: list[str] = []
@@ -203,6 +199,91 @@ class OptimizerSource:
                     held.copy_(stored(leaf, payload))
                 else:
                     live[key] = value_of(child, section.leaves, payload)
+
+
+class Groups:
+    """The values of an optimizer's parameter groups, with names for its parameters, which come first."""
+
+    def __init__(self, name: str, *, own: bool) -> None:
+        self._name, self._own = name, own
+        self._long = Reading(name, replicated=not own, per_rank=own)
+        self._names: list[list[str]] = []
+        self._known: list[_Group] = []
+        self._texts: list[str | None] = []
+        self._part: Part | None = None
+
+    def part(self, groups: list[dict[str, Any]], names: list[list[str]]) -> Part:
+        """Read the groups anew; `names` are another object whenever they were looked up again."""
+        if names is not self._names:
+            self._names, self._known, self._part = names, [_Group(each) for each in names], None
+        texts = [known.text(group) for known, group in zip(self._known, groups, strict=True)]
+        if None in texts:
+            self._part = None
+            plain_values = ({k: v for k, v in group.items() if k != "params"} for group in groups)
+            return self._long.part([{"params": n, **v} for n, v in zip(names, plain_values, strict=True)])
+        if self._part is None or texts != self._texts:
+            tree = [known.tree() for known in self._known]
+            self._texts = texts
+            self._part = Part(Section(self._name, tree, (), self._own, f"[{','.join(map(str, texts))}]"), ())
+        return self._part
+
+
+_SCALARS = frozenset({type(None), bool, int, float, str})
+
+
+class _Group:
+    """One group as JSON. A value that cannot change is printed again only when another object has taken its place."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = plain(names)
+        self._keys: list[str] = []
+        self._given: list[Any] = []
+        self._frozen: list[bool] = []
+        self._nodes: list[Node] = []
+        self._texts: list[str] = []
+
+    def text(self, group: Mapping[str, Any]) -> str | None:
+        """Return the JSON of `group`; None where it holds what only the long way can tell."""
+        keys, given, frozen = [*group], self._given, self._frozen
+        if keys != self._keys:
+            self._keys, given, frozen = keys, [None] * len(keys), [False] * len(keys)
+            self._given, self._frozen, self._nodes, self._texts = given, frozen, [None] * len(keys), [""] * len(keys)
+        for n, value in enumerate(group.values()):
+            if (value is not given[n] or not frozen[n]) and keys[n] != "params" and not self._put(n, value):
+                frozen[n] = False
+                return None
+        return None if self._names is None else f'{{"params":{self._names.text}{"".join(self._texts)}}}'
+
+    def tree(self) -> Node:
+        """Return the group that was printed last."""
+        names = self._names.value if self._names is not None else []
+        values = zip(self._keys, self._nodes, strict=True)
+        return {"params": names} | {key: node for key, node in values if key != "params"}
+
+    def _put(self, n: int, value: Any) -> bool:
+        frozen = type(value) in _SCALARS or (type(value) is tuple and all(type(x) in _SCALARS for x in value))
+        made = plain({self._keys[n]: None if frozen else value})
+        if made is None:
+            return False
+        text = f"{made.text[1:-5]}{printed(value)}" if frozen else made.text[1:-1]
+        node = value if frozen else made.value[self._keys[n]]
+        self._given[n], self._frozen[n], self._nodes[n], self._texts[n] = value, frozen, node, f",{text}"
+        return True
+
+
+def _watch(watch: Watch, optimizer: torch.optim.Optimizer) -> None:
+    """Everything by which `_walk` finds its way."""
+    state, groups = optimizer.state, optimizer.param_groups
+    watch.place(vars(optimizer), "state", state)
+    watch.place(vars(optimizer), "param_groups", groups)
+    watch.order(state)
+    watch.order(state.values())
+    watch.order(groups)
+    for entry in state.values():
+        watch.size(entry)
+    for group in groups:
+        watch.place(group, "params", group["params"])
+        watch.order(group["params"])
 
 
 def gated(optimizer: torch.optim.Optimizer) -> frozenset[Tensor]:

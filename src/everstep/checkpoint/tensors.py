@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from everstep.checkpoint.core.layout import ITEM_BYTES, KINDS, Leaf, Node, Ref, Section, place, unsavable
+from everstep.checkpoint.core.plain import Plain, plain
 
 Payload = Callable[[Leaf], bytearray | memoryview]
 """Returns the writable bytes of a leaf."""
@@ -24,9 +25,12 @@ Payload = Callable[[Leaf], bytearray | memoryview]
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A section with the live tensors whose bytes are its leaves', one for each leaf that is no alias."""
+    """A section with the live tensors whose bytes are its leaves', one for each leaf that is no alias.
+
+    Two parts are equal where they are the same object: that is how it is known that nothing was walked anew.
+    """
 
     section: Section
     sources: tuple[Tensor, ...]
@@ -34,9 +38,16 @@ class Part:
 
     def placed(self, start: int) -> tuple["Part", int]:
         """Return this part with its leaves laid out from `start` on, and where they end."""
+        if not self.section.leaves:
+            return self, start
         leaves, end = place(self.section.leaves, start)
+        return self.having(leaves), end
+
+    def having(self, leaves: tuple[Leaf, ...]) -> "Part":
+        """Return this part with its leaves in their places."""
         section = self.section
-        return Part(Section(section.name, section.tree, leaves, section.per_rank), self.sources, self.late), end
+        placed = Section(section.name, section.tree, leaves, section.per_rank, section.text)
+        return Part(placed, self.sources, self.late)
 
 
 @dataclass(slots=True)
@@ -49,6 +60,7 @@ class Collector:
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     sources: list[Tensor] = field(default_factory=list[Tensor])
     late: set[int] = field(default_factory=set[int])
+    local: Tensor = field(default_factory=Tensor)  # this rank's part, detached, of the tensor that was added last
     _paths: dict[str, int] = field(default_factory=dict[str, int])
     _seen: dict[tuple[Any, ...], str] = field(default_factory=dict[tuple[Any, ...], str])
 
@@ -66,7 +78,7 @@ class Collector:
         path = self._unique(path)
         plain_replicated = self.replicated if replicated is None else replicated
         plain_own = self.per_rank if per_rank is None else per_rank
-        local = local_of(value)
+        local = self.local = local_of(value)
         dtensor = _sharding(value, path) if isinstance(value, DTensor) else {}
         facts: dict[str, Any] = {"replicated": plain_replicated, "per_rank": plain_own} | dtensor
         stride = () if local.is_contiguous() else tuple(local.stride())
@@ -81,8 +93,8 @@ class Collector:
             local,
         )  # fmt: skip
 
-    def array(self, path: str, value: Any) -> Ref:
-        """Add a numpy array or scalar."""
+    def array(self, path: str, value: Any, *, copied: bool = True) -> Ref:
+        """Add a numpy array or scalar; its bytes as they are now, or, not `copied`, as they will be when it is read."""
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         if kind == "array" and type(value) is not np.ndarray:
             raise TypeError(unsavable(value, path))
@@ -90,7 +102,7 @@ class Collector:
             raise TypeError(f"{path} is a numpy {kind} of dtype {value.dtype}, whose elements are objects or records. "
                             "Save its columns as arrays of numbers.")  # fmt: skip
         path = self._unique(path)
-        raw = np.frombuffer(bytearray(value.tobytes()), np.uint8)
+        raw = np.frombuffer(bytearray(value.tobytes()), np.uint8) if copied else value.view(np.uint8)
         source = torch.from_numpy(raw) if raw.size else torch.empty(0, dtype=torch.uint8)
         leaf = Leaf(path, value.dtype.str, tuple(value.shape), int(value.nbytes), kind=kind,
                     replicated=self.replicated, per_rank=self.per_rank)  # fmt: skip
@@ -138,6 +150,30 @@ class Collector:
         )
         first = self._seen.setdefault(key, path)
         return None if first == path else first
+
+
+class Reading:
+    """One section whose value is read anew at every step; what did not change is the part of the last time."""
+
+    def __init__(self, name: str, *, replicated: bool = False, per_rank: bool = False) -> None:
+        self._name, self._replicated, self._per_rank = name, replicated, per_rank
+        self._known: Plain | None = None
+        self._part: Part | None = None
+
+    def part(self, value: Any) -> Part:
+        """Return `value` as a part: in one call where it is plain, node by node where it holds tensors."""
+        known, part = self._known, self._part
+        if part is None or not part.section.leaves:  # what held a tensor the last time will hold one now
+            made = plain(value, known)
+            if made is not None:
+                if part is None or made is not known:
+                    part = Part(Section(self._name, made.value, (), self._per_rank, made.text), ())
+                self._known, self._part = made, part
+                return part
+        collector = Collector(self._name, self._replicated, self._per_rank)
+        self._known = None
+        self._part = collector.part(collector.node(self._name, value), per_rank=self._per_rank)
+        return self._part
 
 
 def _names(values: list[Any]) -> bool:

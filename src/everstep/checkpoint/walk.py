@@ -12,6 +12,7 @@ Rule 5: restoring and walking again gives the same bytes.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,9 +22,9 @@ from everstep.checkpoint.core.estimate import buffer_bytes
 from everstep.checkpoint.core.layout import Encoder, Layout, Section, align
 from everstep.checkpoint.core.segment import HEADER_BYTES
 from everstep.checkpoint.generators import Generators, GeneratorSource
-from everstep.checkpoint.modules import ModuleSource
+from everstep.checkpoint.modules import ModuleSource, Names
 from everstep.checkpoint.optimizers import OptimizerSource
-from everstep.checkpoint.tensors import Collector, Part, Payload, total_bytes, value_of
+from everstep.checkpoint.tensors import Part, Payload, Reading, total_bytes, value_of
 from everstep.errors import StateMismatch
 
 RNG = "rng"
@@ -77,6 +78,7 @@ class ObjectSource:
     def __init__(self, name: str, thing: Stateful) -> None:
         self._name = name
         self._thing = thing
+        self._reading = Reading(name, per_rank=True)
 
     def stable(self) -> list[Part]:
         """See `Source.stable`."""
@@ -84,8 +86,7 @@ class ObjectSource:
 
     def changing(self) -> list[Part]:
         """See `Source.changing`."""
-        collector = Collector(self._name, per_rank=True)
-        return [collector.part(collector.node(self._name, self._thing.state_dict()), per_rank=True)]
+        return [self._reading.part(self._thing.state_dict())]
 
     def names(self) -> tuple[str, ...]:
         """See `Source.names`."""
@@ -124,20 +125,23 @@ class StateWalk:
         self.optimizers = [thing for thing in state.values() if isinstance(thing, torch.optim.Optimizer)]
         self._encoder = Encoder()
         self.payload_bytes = 0  # of what was last collected
-        self.stable = 0  # of the parts last collected, so many first ones are kept between walks
-        self._placed: list[tuple[Part, int, Part, int]] = []
+        self.stable = 0  # of the parts last collected, so many first ones are usually kept between walks
+        self._placed: list[_Placed] = []
 
     def collect(self) -> tuple[Layout, list[Part]]:
         """Walk: return the layout and its parts. Parts that did not change are the objects of the last walk."""
-        stable = [part for source in self._sources for part in source.stable()]
-        parts, end = self._place(stable)
+        lasting = [part for source in self._sources for part in source.stable()]
+        lasting.append(self._generators.part())
+        if [placed.given for placed in self._placed] != lasting:
+            self._place(lasting)
+        parts, end = [placed.part for placed in self._placed], self._placed[-1].end
         self.stable = len(parts)
-        changing = [part for source in self._sources for part in source.changing()]
-        for part in [*changing, self._generators.part()]:
-            placed, end = part.placed(end)
-            parts.append(placed)
+        for source in self._sources:
+            for part in source.changing():
+                placed, end = part.placed(end)
+                parts.append(placed)
         self.payload_bytes = end
-        return Layout(self.rank, self.world_size, tuple(p.section for p in parts)), parts
+        return Layout(self.rank, self.world_size, tuple([p.section for p in parts])), parts
 
     def on_device(self) -> bool:
         """True where a part of the state lives on an accelerator."""
@@ -189,28 +193,35 @@ class StateWalk:
             if all(name in saved for name in source.names()):
                 yield from source.mismatches(saved)
 
-    def _place(self, stable: list[Part]) -> tuple[list[Part], int]:
-        end, placed = 0, list[tuple[Part, int, Part, int]]()
-        for n, part in enumerate(stable):
+    def _place(self, parts: list[Part]) -> None:
+        """Lay lasting parts out one after another; leaves that lay there before are the same objects again."""
+        end, placed = 0, list[_Placed]()
+        for n, part in enumerate(parts):
             known = self._placed[n] if n < len(self._placed) else None
-            if known is None or known[0] is not part or known[1] != end:
-                known = (part, end, *part.placed(end))
+            if known is None or known.start != end or known.given.section.leaves is not part.section.leaves:
+                known = _Placed(part, end, *part.placed(end))
+            elif known.given is not part:
+                known = _Placed(part, end, part.having(known.part.section.leaves), known.end)
             placed.append(known)
-            end = known[3]
+            end = known.end
         self._placed = placed
-        return [entry[2] for entry in placed], end
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A part as it was given and as it was laid out."""
+
+    given: Part
+    start: int
+    part: Part
+    end: int
 
 
 def _sources(state: Mapping[str, object], world_size: int) -> list[Source]:
     modules = {name: thing for name, thing in state.items() if isinstance(thing, nn.Module)}
     walked = {name: ModuleSource(name, module, world_size) for name, module in modules.items()}
-    names: dict[torch.Tensor, str] = {}
-    for name, source in walked.items():
-        prefix = f"{name}." if len(walked) > 1 else ""
-        for fqn, parameter in source.parameters():
-            names.setdefault(parameter, prefix + fqn)
-    replicated = {p for source in walked.values() for p in source.replicated_parameters()}
-    made = [_source(name, thing, walked, names, replicated, world_size) for name, thing in state.items()]
+    names = Names(walked)
+    made = [_source(name, thing, walked, names, world_size) for name, thing in state.items()]
     for source in walked.values():
         source.gated = frozenset(p for s in made if isinstance(s, OptimizerSource) for p in s.gated)
     order = (ModuleSource, OptimizerSource)
@@ -221,8 +232,7 @@ def _source(
     name: str,
     thing: object,
     walked: Mapping[str, ModuleSource],
-    names: Mapping[torch.Tensor, str],
-    replicated: set[torch.Tensor],
+    names: Names,
     world_size: int,
 ) -> Source:
     if not name or name == RNG or "/" in name:
@@ -230,7 +240,7 @@ def _source(
     if name in walked:
         return walked[name]
     if isinstance(thing, torch.optim.Optimizer) and type(thing).state_dict is torch.optim.Optimizer.state_dict:
-        return OptimizerSource(name, thing, names, replicated, world_size)
+        return OptimizerSource(name, thing, names, world_size)
     if type(thing).__name__ == "ZeroRedundancyOptimizer":
         raise TypeError(
             f"run.steps({name}=…): ZeroRedundancyOptimizer gathers its state over all ranks when it is asked for it. "

@@ -127,6 +127,33 @@ def test_a_model_left_whole_by_an_evaluation_is_walked_by_its_shards(as_rank):
     assert isinstance(sharded[2].weight, DTensor)
 
 
+def test_a_shard_that_is_replaced_or_laid_out_anew_is_walked_anew(as_rank, keep):
+    as_rank(0, 1)
+    sharded = model()
+    walk = StateWalk({"model": sharded})
+    weight = sharded[0].weight
+    mesh, spec = weight.device_mesh, weight._spec
+
+    def new_local():
+        weight._local_tensor = weight._local_tensor + 1
+
+    def new_layout():
+        other = DTensor.from_local(weight._local_tensor, mesh, [Replicate()], run_check=False)
+        weight._spec = other._spec if weight._spec is spec else spec
+
+    for change in (lambda: None, new_local, new_layout, new_layout):
+        walk.collect()
+        change()
+        layout, parts = walk.collect()
+        fresh = keep({"model": sharded})
+        assert walk.encode(layout) == fresh.text
+        assert all(a.data_ptr() == b.data_ptr() for a, b in zip(parts[0].sources, _sources(sharded), strict=True))
+
+
+def _sources(module):
+    return StateWalk({"model": module}).collect()[1][0].sources
+
+
 def test_ddp_s_parameters_are_replicas_and_its_buffers_each_rank_s_own(as_rank):
     """BatchNorm's statistics differ from rank to rank between two forwards, whoever broadcasts them later."""
     as_rank(1, 2)

@@ -22,9 +22,9 @@ import json
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite, prod
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from everstep.errors import DamagedCheckpoint
 
@@ -105,6 +105,7 @@ class Section:
     tree: Node
     leaves: tuple[Leaf, ...] = ()
     per_rank: bool = False  # the tree's plain values belong to this rank alone
+    text: str | None = field(default=None, compare=False, repr=False)  # JSON of the tree, where it is known already
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,26 +157,21 @@ class Encoder:
     """Writes layouts as JSON and keeps the text of sections that come again as the same object."""
 
     def __init__(self) -> None:
-        self._texts: dict[str, tuple[Section, str]] = {}
+        self._texts: dict[str, tuple[Section, bytes]] = {}
 
     def encode(self, layout: Layout) -> bytes:
         """Return the JSON form of `layout`. Raises TypeError naming the key of a value that has none."""
-        parts = [self._section(section) for section in layout.sections]
-        return (
-            f'{{"v":{VERSION},"rank":{layout.rank},"world_size":{layout.world_size},"sections":[{",".join(parts)}]}}'
-        ).encode()
+        head = f'{{"v":{VERSION},"rank":{layout.rank},"world_size":{layout.world_size},"sections":['
+        return b"".join([head.encode(), b",".join([self._section(s) for s in layout.sections]), b"]}"])
 
-    def _section(self, section: Section) -> str:
+    def _section(self, section: Section) -> bytes:
         known = self._texts.get(section.name)
         if known is not None and known[0] is section:
             return known[1]
-        body = {
-            "name": section.name,
-            "per_rank": section.per_rank,
-            "leaves": [leaf.to_json() for leaf in section.leaves],
-            "tree": encode(section.tree, section.name),
-        }
-        text = json.dumps(body, separators=(",", ":"), allow_nan=False)
+        tree = printed(section.tree, section.name) if section.text is None else section.text
+        leaves = compact([leaf.to_json() for leaf in section.leaves]) if section.leaves else "[]"
+        own = "true" if section.per_rank else "false"
+        text = f'{{"name":{compact(section.name)},"per_rank":{own},"leaves":{leaves},"tree":{tree}}}'.encode()
         self._texts[section.name] = (section, text)
         return text
 
@@ -309,6 +305,36 @@ def encode(value: Node, path: str, depth: int = 0) -> Any:
             f"{path[:200]} is nested deeper than {MAX_DEPTH} levels, or contains itself; a snapshot holds trees."
         )
     return encoder(value, path, depth)
+
+
+def _refuse(value: object) -> NoReturn:
+    raise TypeError(f"a {type(value).__qualname__} has no JSON")
+
+
+# What `json.dumps` and `json.loads` come down to, made once: they wrap these two in four calls each, at every step.
+_encoders: Any = json.encoder
+_ascii = _encoders.encode_basestring_ascii
+_written: Callable[[Any, int], Iterable[str]] = _encoders.c_make_encoder(
+    None, _refuse, _ascii, None, ":", ",", False, False, False
+)
+_scan: Callable[[str, int], tuple[Any, int]] = cast("Any", json.JSONDecoder()).scan_once
+
+
+def compact(value: Any) -> str:
+    """Return `value` as JSON without blanks. Raises ValueError, TypeError or RecursionError where it has none."""
+    return "".join(_written(value, 0))
+
+
+def parsed(text: str) -> Any:
+    """Return what `compact` was given."""
+    return _scan(text, 0)[0]
+
+
+def printed(value: Node, path: str = "") -> str:
+    """Return the JSON of a tree."""
+    if type(value) is float and isfinite(value):
+        return float.__repr__(value)
+    return compact(encode(value, path))
 
 
 def unsavable(value: object, path: str) -> str:

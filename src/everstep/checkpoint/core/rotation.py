@@ -14,13 +14,12 @@ common step, which the plan says, and an older tier serves.
 """
 
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from typing import NamedTuple
 
 ROTATING = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """One buffer as the rotation sees it."""
 
     buffer: int

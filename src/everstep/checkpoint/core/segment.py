@@ -72,8 +72,8 @@ def unseal(buffer: Writable) -> None:
     _WORD.pack_into(buffer, _INVERTED_AT, 0)
 
 
-def write(buffer: Writable, header: Header, meta: bytes) -> Header:
-    """Write header and meta of a void buffer; return the header with the places filled in. Does not seal.
+def write(buffer: Writable, header: Header, meta: bytes) -> None:
+    """Write header and meta of a void buffer, its places filled in. Does not seal.
 
     Raises ValueError where the buffer is too small: nothing is written then.
     """
@@ -90,7 +90,6 @@ def write(buffer: Writable, header: Header, meta: bytes) -> Header:
     _MAGIC.pack_into(view, 0, MAGIC)
     view[_BODY_AT:_CHECKSUM_AT] = body
     _CHECKSUM.pack_into(view, _CHECKSUM_AT, _checksum(body, meta))
-    return _header(_BODY.unpack(body))
 
 
 def seal(buffer: Writable, sequence: int) -> None:
