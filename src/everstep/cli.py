@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from everstep import __version__
 from everstep.errors import EverstepError, ExitCode, UsageError
-from everstep.process import kernel
 from everstep.telemetry import leave_streams, say
 
 _COMMANDS = {
@@ -26,7 +25,6 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    kernel.hold_standard_streams()
     try:
         if words and words[0] == "run":
             return _run(words[1:])
@@ -44,7 +42,9 @@ def _run(words: Sequence[str]) -> int:
     if platform.system() != "Linux":
         raise UsageError("everstep run needs Linux: it watches processes by pidfd and keeps snapshots in memfds.")
     from everstep import wiring  # noqa: PLC0415 - Linux only, and the other commands stay light without it
+    from everstep.process import kernel  # noqa: PLC0415 - likewise
 
+    kernel.hold_standard_streams()
     return wiring.run(words)
 
 

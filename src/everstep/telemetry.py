@@ -8,6 +8,7 @@ nobody reads any more.
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,20 +41,40 @@ class JsonLines:
     """Appends records to one file of this process; one `write(2)` a line, the newline first.
 
     A line torn by a kill or by a full disk is so ended by the next one, and spoils itself alone (EXPERIMENTS I6).
+    The file is made by the first record that can be written, and made again when it has been removed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = -1
+        self._closed = False
+        self._lock = threading.Lock()
 
     def write(self, record: Record) -> None:
         """See `Sink.write`."""
-        os.write(self._fd, b"\n" + record.to_json().encode())
+        line = b"\n" + record.to_json().encode()
+        with self._lock:
+            if self._fd < 0 or os.fstat(self._fd).st_nlink == 0:
+                self._open()
+            os.write(self._fd, line)
+
+    def _open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self.path} is closed")
+        self._let_go()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _let_go(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def close(self) -> None:
         """Close the file; later writes fail."""
-        os.close(self._fd)
+        with self._lock:
+            self._closed = True
+            self._let_go()
 
 
 @dataclass

@@ -9,6 +9,7 @@ Rule 3: nothing here starts a thread; the first wrapped call does.
 import atexit
 import contextlib
 import importlib
+import importlib.util
 import os
 import random
 import runpy
@@ -118,8 +119,7 @@ def _begin(me: session.Session, begin: Mapping[str, Any]) -> int:
         os.chdir(begin["cwd"])
     os.umask(begin["umask"])
     if begin["program"] is not None:
-        os.set_inheritable(me.link.fileno(), False)
-        os.execvpe(begin["program"][0], begin["program"], begin["environment"])
+        return _become(me, begin["program"], begin["environment"])
     me.slot = me.telemetry.slot = begin["slot"]
     me.telemetry.rank = begin["rank"]
     me.assigned = begin["assigned"]
@@ -130,6 +130,18 @@ def _begin(me: session.Session, begin: Mapping[str, Any]) -> int:
     code = _run(me, begin)
     me.stop()
     return code
+
+
+def _become(me: session.Session, program: list[str], environment: Mapping[str, str]) -> int:
+    """Run another program in this process; returns only when there is none."""
+    os.set_inheritable(me.link.fileno(), False)
+    try:
+        os.execvpe(program[0], program, environment)
+    except OSError as error:
+        text = f"{program[0]} cannot be run: {error.strerror}"
+        sys.stderr.write(f"everstep: {text}\n")
+        me.send({"kind": "world.script_failed", "text": text, "hopeless": True})
+        return 127
 
 
 def _redirect(stdout: str, stderr: str) -> None:
@@ -158,6 +170,7 @@ def _run(me: session.Session, begin: Mapping[str, Any]) -> int:
     try:
         if begin["module"]:
             sys.path.insert(0, os.getcwd())
+            _find_module(begin["script"])
             runpy._run_module_as_main(begin["script"])  # type: ignore[attr-defined]  # noqa: SLF001 - what `python -m` runs
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(begin["script"])))
@@ -168,10 +181,20 @@ def _run(me: session.Session, begin: Mapping[str, Any]) -> int:
         traceback.print_exc()
         return 128 + signal.SIGINT
     except BaseException as error:  # noqa: BLE001 - what the interpreter itself does with an uncaught exception
-        _tell(me, error)
         sys.excepthook(type(error), error, error.__traceback__)
+        _tell(me, error)  # the agent may end us at once: the traceback comes before
         return 1
     return 0
+
+
+def _find_module(name: str) -> None:
+    """Raise ImportError for a module that is not there: `runpy` would only exit, as a script that failed may."""
+    try:
+        if importlib.util.find_spec(name) is not None:
+            return
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ImportError(f"-m {name}: {error}") from None
+    raise ImportError(f"-m {name}: there is no module of this name in {os.getcwd()} or on the path")
 
 
 def _run_file(main: ModuleType, path: str) -> None:

@@ -1,6 +1,7 @@
 """`everstep run`: zygote first, then flags, then the agent. No torch in this process."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -51,6 +52,11 @@ def main(argv: Sequence[str], extensions: Sequence[str], riders: MakeRiders) -> 
     except EverstepError as error:
         say(str(error))
         return int(error.exit_code)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        say(f"the agent is out of file descriptors ({error.strerror}): raise `ulimit -n`, or start fewer ranks")
+        return int(ExitCode.CONFIGURATION)
     except KeyboardInterrupt:
         return int(ExitCode.SIGNALLED) + 2
     finally:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,13 @@ def hold_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number: `fd` itself
             os.set_inheritable(fd, True)
+
+
+def raise_files_limit() -> tuple[int, int]:
+    """Let this process open as many files as it may; return the limit that stood before."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    return before
 
 
 def name_process(name: str) -> None:

@@ -57,7 +57,7 @@ def test_an_unwrapped_script_begins_anew_and_its_last_failure_is_exit_code_1(sta
     assert len({n["env"]["MASTER_PORT"] for n in ended.of("sum")}) == 4
     assert len({n["pid"] for n in ended.of("sum")}) == 8
     ends = [e["status"] for e in ended.events("ProcessEnded") if e["child_rank"] == 1]
-    assert ends == [7, -15, 1, -6]
+    assert ends in ([7, -15, 1, -6], [7, -15, -9, -6])  # who has told of its exception may be ended before it ends
     for attempt in range(4):
         folder = job.folder / "logs" / f"attempt_{attempt}"
         assert [(folder / rank / "stdout.log").read_text() for rank in "01"] == [f"attempt {attempt} no newline"] * 2

@@ -26,7 +26,8 @@ def daemon():
     while True: time.sleep(100)
 
 def living(pids):
-    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    stats = [f"/proc/{pid}/stat" for pid in pids if os.path.exists(f"/proc/{pid}/stat")]
+    return [stat for stat in stats if open(stat).read().rpartition(")")[2].split()[0] != "Z"]
 
 def told(what):
     return [json.loads(line) for line in open(os.environ["NOTES"]) if json.loads(line)["what"] == what]

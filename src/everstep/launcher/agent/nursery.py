@@ -64,6 +64,7 @@ class Nursery:
     def start_zygote(self) -> None:
         """Exec the zygote, before any other descriptor of ours is open (Z4)."""
         kernel.adopt_orphans()
+        self.zygotes.files = kernel.raise_files_limit()  # a line, a page and snapshots for each process
         self.environment = environ.snapshot() | mark.words(self.job)
         # torch asks for the name of every address that a store's client connects to: a lost packet must not cost 5 s.
         self.environment.setdefault("RES_OPTIONS", "timeout:1 attempts:3")

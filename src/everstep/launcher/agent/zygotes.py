@@ -8,6 +8,7 @@ Rule 4: no wait without a deadline: one that does not become ready, or leaves an
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +83,7 @@ class Zygotes:
         self._reason = ""
         self._timer: Timer | None = None
         self._asked = 0  # orders that have not been answered
+        self.files: tuple[int, int] | None = None  # the limit that the job was started with: its processes keep it
         self.taking_orders = False
         self.last = False  # no successor is wanted
 
@@ -111,6 +113,8 @@ class Zygotes:
             )
         finally:
             theirs.close()
+        if self.files is not None:
+            resource.prlimit(self._popen.pid, resource.RLIMIT_NOFILE, self.files)
         self._line, self._asked = Line(self._loop, link, self._heard), 0
         self._family.started(self._popen.pid)
 
