@@ -312,10 +312,7 @@ class Agent:
 
         A survivor has ended the children that it still had itself.
         """
-        if self.nursery.strays():
-            for worker in self.crew:
-                if worker.attached:
-                    self.nursery.kill_strays(worker.process, worker.lasting)
+        self.nursery.end_daemons({w.process.number: w.lasting for w in self.crew if w.attached})
 
     def recheck(self) -> None:
         """Go on from draining when nothing intended is outstanding."""

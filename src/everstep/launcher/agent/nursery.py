@@ -28,6 +28,7 @@ UNBORN = 71
 RETRY_S = 1.0
 MOST_RETRIES = 30
 CLOSE_S = 2.0
+DAEMON_PASSES = 5
 
 
 @dataclass(eq=False)
@@ -252,15 +253,21 @@ class Nursery:
         own = mark.text(process.number)
         return [pid for pid in self.strays() if mark.of(pid).get(mark.BORN) == own]
 
-    def kill_strays(self, process: Process, spared: Container[int]) -> None:
-        """End the daemons that `process` has let go of, with their sessions; those in `spared` may stay."""
-        for pid in self.strays_of(process):
-            stat = kernel.status(pid)
-            if pid in spared or stat is None:
-                continue
-            if stat.session != process.pid:
-                kernel.kill_session(stat.session)
-            kernel.kill(pid)
+    def end_daemons(self, spared: Mapping[int, Container[int]]) -> None:
+        """End the daemons, and their sessions, of living processes by number, but for those that are spared.
+
+        Looked for again while one is found: the kernel's list leaves some out while others of it end.
+        """
+        for _ in range(DAEMON_PASSES):
+            found = [(pid, mark.of(pid).get(mark.BORN, "")) for pid in self.strays()]
+            going = [pid for pid, born in found if born.isdigit() and pid not in spared.get(int(born), (pid,))]
+            for pid in going:
+                stat = kernel.status(pid)
+                if stat is not None and stat.session not in self.processes:
+                    kernel.kill_session(stat.session)
+                kernel.kill(pid)
+            if not going:
+                return
 
     def close(self) -> list[int]:
         """End all that is left of the job on this node; return what cannot be ended (in D state)."""
