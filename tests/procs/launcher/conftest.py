@@ -107,7 +107,7 @@ class Job:
     def events(self) -> list[dict]:
         return agent_events(self.run_dir)
 
-    def wait_for(self, what: str, count: int = 1, limit_s: float = 40.0) -> list[dict]:
+    def wait_for(self, what: str, count: int = 1, limit_s: float = 120.0) -> list[dict]:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             found = [n for n in self.notes() if n["what"] == what]
@@ -117,7 +117,7 @@ class Job:
             time.sleep(0.02)
         raise AssertionError(f"{count} x {what!r} did not come in {limit_s} s; notes: {self.notes()}")
 
-    def ended(self, limit_s: float = 60.0) -> Ended:
+    def ended(self, limit_s: float = 240.0) -> Ended:
         out, err = self.process.communicate(timeout=limit_s)
         seconds = time.monotonic() - self.began
         return Ended(self.process.returncode, out or "", err or "", seconds, self.run_dir, self.notes())
