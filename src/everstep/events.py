@@ -6,6 +6,7 @@ Rule 3: a field is added with a default or not at all; a reader of version 1 mus
 """
 
 import enum
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -231,8 +232,13 @@ class Record:
 
     def to_json(self) -> str:
         """Return the line, without its newline."""
-        event = self.event
-        return _print({"v": VERSION, "event": type(event).__name__, "at": _fields(self.stamp), "is": _fields(event)})
+        event, stamp = self.event, self.stamp
+        place = _place(stamp.boot_id, stamp.pid, stamp.role, stamp.slot, stamp.rank, stamp.generation)
+        body = _print({name: getattr(event, name) for name, _ in _shape(type(event))})
+        return (
+            f'{{"v":{VERSION},"event":"{type(event).__name__}","at":{{"mono_s":{stamp.mono_s!r},"wall_s":{stamp.wall_s!r},'
+            f'{place}}},"is":{body}}}'
+        )
 
     @classmethod
     def from_json(cls, line: str) -> "Record":
@@ -245,9 +251,11 @@ class Record:
             raise LedgerError(f"not an event of version {VERSION}: {line[:120]!r} ({error})") from error
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    """`dataclasses.asdict` for what holds no other dataclass: at every step of every rank, so without its copies."""
-    return {name: getattr(value, name) for name, _ in _shape(type(value))}
+@functools.lru_cache(maxsize=64)
+def _place(*place: object) -> str:
+    """Where events of a process happen changes with its generation, not with its steps."""
+    names = ("boot_id", "pid", "role", "slot", "rank", "generation")
+    return _print(dict(zip(names, place, strict=True)))[1:-1]
 
 
 def _build(kind: type[T], values: Mapping[str, Any]) -> T:

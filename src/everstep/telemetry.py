@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -52,11 +52,15 @@ class JsonLines:
 
     def write(self, record: Record) -> None:
         """See `Sink.write`."""
-        line = b"\n" + record.to_json().encode()
+        self.write_all((record,))
+
+    def write_all(self, records: Iterable[Record]) -> None:
+        """Take records that came together: each line begins with its newline, so a tear still spoils one alone."""
+        lines = "".join(["\n" + record.to_json() for record in records]).encode()
         with self._lock:
             if self._fd < 0 or os.fstat(self._fd).st_nlink == 0:
                 self._open()
-            os.write(self._fd, line)
+            os.write(self._fd, lines)
 
     def _open(self) -> None:
         if self._closed:
@@ -92,27 +96,32 @@ class Telemetry:
 
     def emit(self, event: Event, *, at_s: float | None = None) -> Record:
         """Stamp `event` (at `at_s` monotonic seconds, else now), hand it to every sink, return the record."""
-        now, wall = self.clock.now(), self.clock.wall()
-        if at_s is not None:
-            now, wall = at_s, wall - (now - at_s)
-        stamp = Stamp(
-            mono_s=now, wall_s=wall, boot_id=self.boot, pid=os.getpid(),
-            role=self.role, slot=self.slot, rank=self.rank, generation=self.generation,
-        )  # fmt: skip
-        record = Record(stamp, event)
+        return self.emit_all([(event, at_s)])[0]
+
+    def emit_all(self, timed: Iterable[tuple[Event, float | None]]) -> list[Record]:
+        """The same for events that are told together: one write for all of them."""
+        now, wall, pid = self.clock.now(), self.clock.wall(), os.getpid()
+        records: list[Record] = []
+        for event, at_s in timed:
+            then = now if at_s is None else at_s
+            stamp = Stamp(
+                mono_s=then, wall_s=wall - (now - then), boot_id=self.boot, pid=pid,
+                role=self.role, slot=self.slot, rank=self.rank, generation=self.generation,
+            )  # fmt: skip
+            records.append(Record(stamp, event))
         for sink in tuple(self.sinks):
             try:
-                sink.write(record)
+                _write(sink, records)
             except (OSError, ValueError) as error:
-                self._failed(sink, error)
+                self._failed(sink, error, len(records))
             else:
                 if self._failing:
                     self._recovered(sink)
-        return record
+        return records
 
-    def _failed(self, sink: Sink, error: Exception) -> None:
+    def _failed(self, sink: Sink, error: Exception, count: int) -> None:
         lost = self._failing.get(id(sink), 0)
-        self._failing[id(sink)] = lost + 1
+        self._failing[id(sink)] = lost + count
         if lost == 0:
             say(f"{type(sink).__name__} cannot be written, events of this run are lost: {error}")
 
@@ -120,6 +129,14 @@ class Telemetry:
         lost = self._failing.pop(id(sink), 0)
         if lost:
             say(f"{type(sink).__name__} can be written again; {lost} events were lost")
+
+
+def _write(sink: Sink, records: Sequence[Record]) -> None:
+    if isinstance(sink, JsonLines):
+        sink.write_all(records)
+    else:
+        for record in records:
+            sink.write(record)
 
 
 def read_lines(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:

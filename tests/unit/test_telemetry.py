@@ -73,16 +73,32 @@ def test_a_torn_line_spoils_itself_alone(tmp_path):
     assert len(unread) == 1
 
 
-def test_a_sink_that_fails_is_told_once_and_the_others_hear_on(tmp_path, capfd):
+def test_a_sink_that_fails_is_told_of_once_and_the_others_hear_on(tmp_path, capfd):
     """A full disk may be emptied: the sink is tried again with every event."""
     broken, whole = JsonLines(tmp_path / "a"), JsonLines(tmp_path / "b")
-    broken.close()
+    fd, broken._fd = broken._fd, -1
     telemetry = Telemetry("worker", [broken, whole])
-    telemetry.emit(StepDone(step=1, seconds=0.5))
-    telemetry.emit(StepDone(step=2, seconds=0.5))
-    assert telemetry.sinks == [broken, whole]
-    assert capfd.readouterr().err.count("cannot be written") == 1
-    assert len(read_lines([whole.path])[0]) == 2
+    for n in (1, 2):
+        telemetry.emit_all([(StepDone(step=n, seconds=0.5), None), (StepDone(step=n, seconds=0.5), 1.0)])
+    broken._fd = fd
+    telemetry.emit(StepDone(step=3, seconds=0.5))
+    told = capfd.readouterr().err
+    assert told.count("cannot be written") == 1
+    assert "4 events were lost" in told
+    assert [len(read_lines([sink.path])[0]) for sink in (broken, whole)] == [1, 5]
+    broken.close()
+    whole.close()
+
+
+def test_events_told_together_are_one_write_of_whole_lines(tmp_path):
+    sink = JsonLines(tmp_path / "a")
+    telemetry = Telemetry("worker", [sink], clock=StoppedClock())
+    together = [(StepDone(step=n, seconds=0.5), float(n)) for n in range(3)]
+    records = telemetry.emit_all(together)
+    assert [r.stamp.mono_s for r in records] == [0.0, 1.0, 2.0]
+    assert sink.path.read_text() == "".join("\n" + r.to_json() for r in records)
+    assert read_lines([sink.path]) == (records, [])
+    sink.close()
 
 
 def test_what_is_no_event_is_refused():

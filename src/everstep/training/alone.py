@@ -1,7 +1,7 @@
 """The wrapped function without an agent: it runs once, and a fault ends it as it ends any script."""
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -75,6 +75,9 @@ class AloneParts:
 
     def emit(self, event: Event, *, at_s: float | None = None) -> None:
         """See `Parts.emit`."""
+
+    def emit_all(self, timed: Sequence[tuple[Event, float | None]]) -> None:
+        """See `Parts.emit_all`."""
 
     def late(self, step: int, seconds: float, values: dict[str, float]) -> None:
         """See `Parts.late`."""

@@ -1,8 +1,8 @@
 """The loop of steps: where state is restored and taken, faults are let in, and the ledger learns what was done.
 
-Order at a boundary, after step k: its values and its time are noted; the snapshot of k is taken; the page says k; the
-faults planned between steps come; the next batch is fetched; k+1 begins. Whoever dies before the snapshot is sealed
-does k again, whoever dies after it goes on with k+1.
+Order at a boundary, after step k: its values are read; the snapshot of k is taken; its ledger lines are written, in one
+call, also where the snapshot failed; the page says k; the faults planned between steps come; the next batch is fetched;
+k+1 begins. Whoever dies before the snapshot is sealed does k again, whoever dies after it goes on with k+1.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from everstep.clock import Clock
-from everstep.events import Category, SpanClosed, SpanOpened, StepDone
+from everstep.events import Category, Event, SpanClosed, SpanOpened, StepDone
 from everstep.process.page import Phase
 from everstep.training.parts import Parts
 
@@ -63,36 +63,34 @@ class Steps:
     def _one(self, step: int, given: Any) -> Generator[Any]:
         began = self._clock.now()
         yield given
-        ended = self._clock.now()
-        self._note(step, ended - began)
-        self._parts.keeper.take(step)
-        after = self._clock.now()
-        self._span(Category.SNAPSHOT, ended, after)
+        ended = after = self._clock.now()
+        done = self._done(step, ended - began)
+        try:
+            self._parts.keeper.take(step)
+            after = self._clock.now()
+        finally:
+            self._parts.emit_all([(done, ended), *_span(Category.SNAPSHOT, ended, after)])
         self._parts.page_step(step)
         self._show(step, after)
 
     def _fetch(self, batches: "_Batches") -> Any:
         began = self._clock.now()
         batch = batches.next()
-        self._span(Category.DATA_WAIT, began, self._clock.now())
+        span = _span(Category.DATA_WAIT, began, self._clock.now())
+        if span:
+            self._parts.emit_all(span)
         return batch
 
-    def _span(self, category: Category, began: float, ended: float) -> None:
-        if ended - began >= _WORTH_A_SPAN_S:
-            self._parts.emit(SpanOpened(category=category.value), at_s=began)
-            self._parts.emit(SpanClosed(category=category.value), at_s=ended)
-
-    def _note(self, step: int, seconds: float) -> None:
-        """Write what the step logged: at once on the CPU, one step late where reading would wait for the device."""
+    def _done(self, step: int, seconds: float) -> StepDone:
+        """Tell what the step logged: at once on the CPU, one step late where reading would wait for the device."""
         self._write_late()
         values = self._take_logged()
         if any(isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values.values()):
             self._late = (step, seconds, values)
-            self._parts.emit(StepDone(step=step, seconds=seconds))
-        else:
-            numbers = {name: float(v) for name, v in values.items()}
-            self._parts.last_values = numbers
-            self._parts.emit(StepDone(step=step, seconds=seconds, values=numbers))
+            return StepDone(step=step, seconds=seconds)
+        numbers = {name: float(v) for name, v in values.items()}
+        self._parts.last_values = numbers
+        return StepDone(step=step, seconds=seconds, values=numbers)
 
     def _write_late(self) -> None:
         late, self._late = self._late, None
@@ -106,6 +104,12 @@ class Steps:
         if self._parts.rank == 0 and (now - self._shown_s >= SHOWN_EVERY_S or step == self._total):
             self._shown_s = now
             self._parts.show(step, self._total)
+
+
+def _span(category: Category, began: float, ended: float) -> list[tuple[Event, float | None]]:
+    if ended - began < _WORTH_A_SPAN_S:
+        return []
+    return [(SpanOpened(category=category.value), began), (SpanClosed(category=category.value), ended)]
 
 
 class _Batches:

@@ -107,6 +107,10 @@ class MemberParts:
         """See `Parts.emit`."""
         self._session.telemetry.emit(event, at_s=at_s)
 
+    def emit_all(self, timed: Sequence[tuple[Event, float | None]]) -> None:
+        """See `Parts.emit_all`."""
+        self._session.telemetry.emit_all(timed)
+
     def late(self, step: int, seconds: float, values: dict[str, float]) -> None:
         """See `Parts.late`."""
         del seconds

@@ -1,7 +1,7 @@
 """What a wrapped call is made of in this process: the slices, composed; with an agent, and without one."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +79,10 @@ class Parts(Protocol):
 
     def emit(self, event: Event, *, at_s: float | None = None) -> None:
         """Append to this process's ledger."""
+        ...
+
+    def emit_all(self, timed: Sequence[tuple[Event, float | None]]) -> None:
+        """The same for events that are told together, each with its time."""
         ...
 
     def late(self, step: int, seconds: float, values: dict[str, float]) -> None:
