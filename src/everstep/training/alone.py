@@ -78,6 +78,8 @@ class AloneParts:
 
     def emit_all(self, timed: Sequence[tuple[Event, float | None]]) -> None:
         """See `Parts.emit_all`."""
+        for event, at_s in timed:
+            self.emit(event, at_s=at_s)
 
     def late(self, step: int, seconds: float, values: dict[str, float]) -> None:
         """See `Parts.late`."""

@@ -6,7 +6,7 @@ import torch
 from everstep.errors import UsageError
 from everstep.events import StepDone
 from everstep.process.page import Phase
-from everstep.training.alone import AloneParts
+from everstep.training.alone import AloneParts, NoKeeper
 from everstep.training.run import Run
 
 
@@ -58,6 +58,22 @@ def test_what_a_step_logs_is_that_steps_and_exact(run):
     done = [e for e in run._parts.events if isinstance(e, StepDone)]
     assert [e.step for e in done] == [1, 2, 3]
     assert [dict(e.values or {}) for e in done] == [{"loss": 1 / 3, "other": 1.0}, {}, {"loss": 1.0, "other": 3.0}]
+
+
+def test_a_step_is_told_after_its_snapshot_and_where_that_fails_too(run):
+    told = []
+
+    class Full(NoKeeper):
+        def take(self, step):
+            told.append((step, len(run._parts.events)))
+            if step == 3:
+                raise MemoryError
+
+    run._parts.keeper = Full()
+    with pytest.raises(MemoryError):
+        list(run.steps(5))
+    assert [e.step for e in run._parts.events if isinstance(e, StepDone)] == [1, 2, 3]
+    assert told == [(1, 0), (2, 1), (3, 2)]
 
 
 def test_a_phase_ends_where_it_ends_and_by_an_error_too(run):
