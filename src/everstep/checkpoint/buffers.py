@@ -9,7 +9,7 @@ import torch
 
 from everstep.checkpoint.core.layout import Layout, Leaf
 from everstep.checkpoint.core.segment import Header, parse
-from everstep.checkpoint.staging import Group, Pair, grouped, page_lock, page_unlock
+from everstep.checkpoint.staging import Copied, Pair, grouped, page_lock, page_unlock
 from everstep.checkpoint.tensors import Part, view
 
 
@@ -24,7 +24,7 @@ class Buffer:
         self.bytes = memoryview(self._map)
         self.raw = torch.frombuffer(self._map, dtype=torch.uint8)
         self._locked = False
-        self._groups: tuple[tuple[Part, ...], list[Group], list[Group]] | None = None
+        self._groups: tuple[tuple[Part, ...], list[Copied], list[Copied]] | None = None
 
     def header(self) -> Header | str:
         """Return what the buffer says of itself, or why it says nothing."""
@@ -41,7 +41,7 @@ class Buffer:
 
     def groups(
         self, payload_at: int, stable: Sequence[Part], changing: Iterable[Part]
-    ) -> tuple[list[Group], list[Group]]:
+    ) -> tuple[list[Copied], list[Copied]]:
         """Return what is to be copied where: (early, late). Views for the stable parts are made once.
 
         They are used again for the same leaves, which say where in the payload, and the same sources.
@@ -70,7 +70,7 @@ class Buffer:
         """Drop views and sources: the model that they belong to is going away."""
         self._groups = None
 
-    def _make(self, payload_at: int, parts: Iterable[Part]) -> tuple[list[Group], list[Group]]:
+    def _make(self, payload_at: int, parts: Iterable[Part]) -> tuple[list[Copied], list[Copied]]:
         early, late = list[Pair](), list[Pair]()
         for part in parts:
             leaves = (leaf for leaf in part.section.leaves if leaf.alias_of is None)
@@ -79,7 +79,7 @@ class Buffer:
                     start = payload_at + leaf.offset
                     pair = (view(self.raw[start : start + leaf.nbytes], leaf), source)
                     (late if n in part.late else early).append(pair)
-        return grouped(early), grouped(late)
+        return grouped(early, self.raw), grouped(late, self.raw)
 
 
 def _alike(known: Sequence[Part], parts: Sequence[Part]) -> bool:

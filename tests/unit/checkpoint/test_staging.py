@@ -1,0 +1,105 @@
+"""Whatever way a tensor takes into the buffer, its bits arrive, and nobody else's are touched."""
+
+import random
+
+import pytest
+import torch
+
+from everstep.checkpoint.core.layout import ITEM_BYTES, align
+from everstep.checkpoint.staging import SERIAL, Group, HostStager, Stretch, grouped
+
+KNOWN = [name for name in ITEM_BYTES if hasattr(torch, name) and name != "complex32"]  # torch warns of that one
+
+
+def bits(rng: random.Random, dtype: torch.dtype, shape: tuple[int, ...], lead: int = 0) -> torch.Tensor:
+    """Any bit patterns: nan payloads, signalling nans, subnormals; truth values stay 0 and 1."""
+    count = torch.Size(shape).numel() + lead
+    raw = bytearray(b % 2 if dtype == torch.bool else b for b in rng.randbytes(max(1, count) * dtype.itemsize))
+    whole = torch.frombuffer(raw, dtype=torch.uint8).view(dtype)
+    return whole[lead : lead + torch.Size(shape).numel()].view(shape)
+
+
+def raw_bytes(value: torch.Tensor) -> bytes:
+    return bytes(
+        value.resolve_conj()
+        .resolve_neg()
+        .clone(memory_format=torch.contiguous_format)
+        .view(-1)
+        .view(torch.uint8)
+        .numpy()
+    )
+
+
+def copied(sources: list[torch.Tensor], apart: int = 64) -> tuple[list, bool]:
+    """Copy into one buffer, laid out as a payload is; return the groups, and whether every byte is right."""
+    places, end = [], 0
+    for source in sources:
+        at = align(end, apart)
+        places.append(at)
+        end = at + source.numel() * source.element_size()
+    raw = torch.full((4096 + end + 4096,), 0xEE, dtype=torch.uint8)
+    pairs = []
+    for at, source in zip(places, sources, strict=True):
+        part = raw[4096 + at : 4096 + at + source.numel() * source.element_size()]
+        pairs.append((part.view(source.dtype).view(source.shape), source))
+    groups = grouped(pairs, raw)
+    HostStager().stage(groups, [])
+    alike = [raw_bytes(to) == raw_bytes(source) for to, source in pairs]
+    outside = bytes(raw[:4096].numpy()) + bytes(raw[4096 + end :].numpy())
+    return groups, all(alike) and outside == b"\xee" * 8192
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_bit_of_every_dtype_arrives(name):
+    rng, dtype = random.Random(name), getattr(torch, name)
+    shapes = [(), (1,), (3,), (4,), (16,), (5, 7), (2, 3, 4), (64,), (1, 1), (33,)] * 3
+    _, right = copied([bits(rng, dtype, shape) for shape in shapes])
+    assert right
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_mixture_arrives(seed):
+    rng = random.Random(seed)
+    sources = []
+    for _ in range(rng.randrange(1, 30)):
+        shape = tuple(rng.choice([1, 2, 3, 5, 16, 40]) for _ in range(rng.randrange(3)))
+        source = bits(rng, getattr(torch, rng.choice(KNOWN)), shape, lead=rng.choice([0, 0, 1, 3]))
+        if rng.random() < 0.2:
+            source = source.t() if source.dim() == 2 else source.view(-1)[::2]
+        if source.is_complex() and rng.random() < 0.5:
+            source = source.conj() if rng.random() < 0.5 else source.conj().imag
+        if source.numel():
+            sources.append(source)
+    _, right = copied(sources, apart=rng.choice([64, 64, 128, 4096]))
+    assert right
+
+
+def test_small_neighbours_are_one_call_and_large_ones_their_own():
+    sources = [torch.randn(16), torch.ones(()), torch.randn(5, 7), torch.randn(3, dtype=torch.float64)]
+    groups, right = copied(sources)
+    assert right
+    assert [type(group) for group in groups] == [Stretch]
+    large = [torch.randn(SERIAL + 1), torch.randn(SERIAL), torch.randn(1), torch.arange(SERIAL - 40.0)]
+    groups, right = copied(large)
+    assert right
+    assert [type(group) for group in groups] == [Group, Stretch, Stretch]
+    assert all(group.target.numel() <= SERIAL for group in groups if isinstance(group, Stretch))
+
+
+def test_a_gap_that_is_more_than_alignment_is_left_alone():
+    """In it lie other tensors: those that are copied late, or belong to another part."""
+    raw = torch.full((4096,), 0xEE, dtype=torch.uint8)
+    sources = [torch.randn(16), torch.randn(16)]
+    places = [raw[at : at + 64].view(torch.float32) for at in (0, 1024)]
+    for group in grouped(list(zip(places, sources, strict=True)), raw):
+        group.copy()
+    assert bytes(raw[64:1024].numpy()) == b"\xee" * 960
+    assert all(a.equal(b) for a, b in zip(places, sources, strict=True))
+
+
+def test_what_changes_in_place_is_copied_as_it_is_then():
+    source, raw = torch.zeros(4), torch.empty(64, dtype=torch.uint8)
+    (stretch,) = grouped([(raw[:16].view(torch.float32), source)], raw)
+    source.add_(3)
+    stretch.copy()
+    assert raw[:16].view(torch.float32).tolist() == [3.0] * 4
