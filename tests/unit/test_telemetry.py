@@ -75,12 +75,12 @@ def test_a_torn_line_spoils_itself_alone(tmp_path):
 
 def test_a_sink_that_fails_is_told_of_once_and_the_others_hear_on(tmp_path, capfd):
     """A full disk may be emptied: the sink is tried again with every event."""
-    broken, whole = JsonLines(tmp_path / "a"), JsonLines(tmp_path / "b")
-    fd, broken._fd = broken._fd, -1
+    (tmp_path / "no folder").write_text("")
+    broken, whole = JsonLines(tmp_path / "no folder" / "a"), JsonLines(tmp_path / "b")
     telemetry = Telemetry("worker", [broken, whole])
     for n in (1, 2):
         telemetry.emit_all([(StepDone(step=n, seconds=0.5), None), (StepDone(step=n, seconds=0.5), 1.0)])
-    broken._fd = fd
+    (tmp_path / "no folder").unlink()
     telemetry.emit(StepDone(step=3, seconds=0.5))
     told = capfd.readouterr().err
     assert told.count("cannot be written") == 1
