@@ -1,6 +1,8 @@
 """Whoever dies on a node, in whatever order, the job goes on for as long as it can, and ends with its agent."""
 
+import contextlib
 import os
+import random
 import signal
 import time
 
@@ -227,3 +229,35 @@ def test_nothing_outlives_an_agent_that_is_killed_in_any_phase_and_its_run_can_g
     assert ended.code == 0, ended.err
     assert sorted({n["step"] for n in ended.of("step")}) == [1, 2, 3]
     assert sorted(p.name for p in (tmp_path / "ckpt").iterdir() if p.is_dir())[-1].endswith("3"), ended.err
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(6))
+def test_any_process_may_die_or_freeze_at_any_time(start, seed, tmp_path):
+    rng = random.Random(seed)
+    flags = ("--nproc-per-node", "2", "--spares", str(seed % 3), "--soft-timeout", "2", "--first-timeout", "20")
+    job = start(TRAIN, *flags, "--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "7")
+    job.wait_for("step", 4)
+    hurt = Injured(job)
+    ranks = 0
+    for _ in range(20):
+        time.sleep(rng.random() * 0.5)
+        whom = rng.choice(["rank 0", "rank 1", "both", "spare", "zygote", "store", "writer", "raise", "raise"])
+        number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself meanwhile
+            if whom == "raise":
+                (job.folder / "raise").touch()
+            elif whom in ("rank 0", "rank 1", "both"):
+                for rank in (0, 1) if whom == "both" else (int(whom[-1]),):
+                    os.kill(hurt.rank(rank), number)
+            elif hurt.living(whom):
+                hurt.hurt(whom, number=number)
+        if whom in ("rank 0", "rank 1", "both", "raise"):
+            ranks += 2
+            hurt.steps_on(2, 60)
+    (job.folder / "finish").touch()
+    ended = job.ended(90)
+    assert ended.code == ("was not saved" in ended.err), ended.err
+    whole(ended, faults=ranks)
+    job.gone_within(1.0)
