@@ -1,4 +1,7 @@
-"""The README's plain loop is real: the example without its lines of resilience trains under plain torchrun."""
+"""The README's plain loop is real: the example without its lines of resilience trains under plain torchrun.
+
+Under FSDP2 the demo's own test runs it too (tests/procs/experiments), so that here it is in the long tier.
+"""
 
 import json
 import shutil
@@ -47,7 +50,10 @@ def model_folder(tmp_path_factory, request):
     return folder
 
 
-@pytest.mark.parametrize(("parallel", "named"), [("fsdp", True), ("ddp", False)], ids=["fsdp", "ddp, local folder"])
+@pytest.mark.parametrize(
+    ("parallel", "named"),
+    [pytest.param("fsdp", True, marks=pytest.mark.long, id="fsdp"), pytest.param("ddp", False, id="ddp, local folder")],
+)
 def test_the_plain_loop_trains_every_step_once_on_both_ranks(script, model_folder, tmp_path, parallel, named):
     model = "tiny" if named else str(model_folder)
     tape = torchrun(script, tmp_path / "record.jsonl", "--parallel", parallel, "--model", model)
