@@ -122,7 +122,8 @@ def test_every_helper_may_die_and_the_job_goes_on(start, tmp_path):
     hurt.steps_on()
     hurt.wait(lambda: hurt.living("spare"), "a spare of the second zygote")
 
-    hurt.hurt("zygote", number=signal.SIGSTOP)  # it forks nothing: killed when an order is not done in time
+    frozen = hurt.hurt("zygote", "spare", "writer", number=signal.SIGSTOP)
+    hurt.wait(lambda: not [pid for pid in frozen if os.path.exists(f"/proc/{pid}")], "the end of what is frozen")
     (job.folder / "finish").touch()
     ended = job.ended()
     assert ended.code == ("was not saved" in ended.err), ended.err  # a writer that dies over a save spoils the status

@@ -113,7 +113,7 @@ class Agent:
         now = self.clock.now()
         self.nursery.reap()
         if self.ending is None:
-            self.stores.look()
+            self.nursery.patrol({w.process.pid for w in self.crew if w.begun})
             self._look(now)
         self.host.tick(now)
         self.crew.show()

@@ -3,7 +3,8 @@
 Rule 1: a process is known by incarnation from the instant it exists: its pidfd is open before it runs a line (Z3).
 Rule 2: the agent alone reaps; adopted strays are reaped without a word.
 Rule 3: with a process go its session and all that carries its mark: what it left behind on this node is killed (LA-06).
-Rule 4: an order stands until its child is there: a zygote that dies over it, or cannot fork, is asked again. Where no
+Rule 4: helpers, spares and the zygote are never stopped for good: one that is, is killed, and so replaced.
+Rule 5: an order stands until its child is there: a zygote that dies over it, or cannot fork, is asked again. Where no
         child can come any more, each order ends as a process that could not run (`UNBORN`), and `barren` says why.
 """
 
@@ -231,6 +232,13 @@ class Nursery:
             )
         )  # fmt: skip
         process.on_exit(process, code)
+
+    def patrol(self, watched: Container[int]) -> None:
+        """Kill what is stopped and not watched by others: a dead helper is replaced, a stopped one waited for."""
+        for pid in [self.zygotes.pid, *self.processes]:
+            stat = kernel.status(pid) if pid and pid not in watched else None
+            if stat is not None and stat.state == "T":
+                kernel.kill(pid)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The store's process as its agent holds it: one at a time, begun again when it is gone, frozen, or to be new.
 
 Rule 1: running groups need no store, so its loss stops nobody; the next generation waits for the next one.
-Rule 2: one that does not serve within START_S, or is stopped, or whose clients complain, is killed: a dead store is
-        replaced in milliseconds, a frozen one is waited for until somebody's deadline, again and again.
+Rule 2: one that does not serve within START_S, or whose clients complain, is killed (and one that is stopped, by
+        `Nursery.patrol`): a dead store is replaced in milliseconds, a frozen one is waited for again and again.
 Rule 3: MOST_FALSE_STARTS in a row that end before they serve, and the job has no store: `failed`, once.
 """
 
@@ -12,7 +12,6 @@ from everstep.errors import ExitCode
 from everstep.launcher.agent.loop import Loop
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.process import Process
-from everstep.process import kernel
 
 ENTRY = "everstep.store.host:main"
 MOST_FALSE_STARTS = 3
@@ -47,12 +46,6 @@ class Stores:
             self.start()
         else:
             self._process.expected_end = True
-            self._process.kill()
-
-    def look(self) -> None:
-        """A stopped store answers nobody and refuses nobody."""
-        stat = kernel.status(self._process.pid) if self._process is not None and self._process.pid else None
-        if self._process is not None and stat is not None and stat.state in "Tt":
             self._process.kill()
 
     def suspect(self, complaint: str) -> None:
