@@ -81,9 +81,9 @@ def test_a_script_that_fails_at_import_is_told_once_and_not_restarted(start):
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (("--fault-count", "2", "--fault-types", "meteor"), 64, "meteor"),
+        pytest.param(("--fault-count", "2", "--fault-types", "meteor"), 64, "meteor", marks=pytest.mark.long),
         (("--checkpoint-dir", "/proc/none/here"), 78, "/proc/none"),
-        (("--snapshot-memory", "lots"), 64, "amount of memory"),
+        pytest.param(("--snapshot-memory", "lots"), 64, "amount of memory", marks=pytest.mark.long),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_runs(start, flags, code, words):

@@ -208,7 +208,9 @@ train()
 """
 
 
-@pytest.mark.parametrize("phase", ["draining", pytest.param("gathering", marks=pytest.mark.long), "birth"])
+@pytest.mark.parametrize(
+    "phase", ["draining", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("gathering", "birth"))]
+)
 def test_nothing_outlives_an_agent_that_is_killed_in_any_phase_and_its_run_can_go_on(start, phase, tmp_path):
     disk = ("--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "2")
     job = start(PHASES, "--nproc-per-node", "2", *disk, args=(phase,))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.clock import Clock
-from everstep.events import Event
+from everstep.events import Event, Notice
 from everstep.launcher.agent.crew import Crew
 from everstep.launcher.agent.loop import Loop
 from everstep.launcher.agent.nursery import Nursery
@@ -96,7 +96,16 @@ class AgentHost:
             for fd in fds:
                 os.close(fd)
             return
-        companion.on_message(rank, message, fds)
+        try:
+            companion.on_message(rank, message, fds)
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:  # it comes from the user's process: it may be anything
+            text = f"rank {rank} said {message['kind']!r} in a form that is unknown here ({error!r}); it is not heard"
+            self.emit(Notice(text=text, level="error"))
 
     def stopped(self, generation: int) -> None:
         """Nothing of `generation` writes any more."""

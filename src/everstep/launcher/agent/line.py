@@ -59,7 +59,10 @@ class Line:
                 return
             except ValueError:  # not JSON, or cut: one bad packet never ends the agent
                 continue
-            self._on_message(message, fds)
+            if isinstance(message.get("kind"), str):
+                self._on_message(message, fds)
+            else:
+                _close(fds)
 
     def _drop(self) -> None:
         while self._queue:
