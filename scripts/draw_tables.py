@@ -1,11 +1,13 @@
-"""Write the recovery tables into docs/recovery.md anew: run it after a change of a table."""
+"""Write the recovery tables into the documentation anew: run it after a change of a table."""
 
 from pathlib import Path
 
 from everstep.recovery.core import diagram
 
-PAGE = Path(__file__).parent.parent / "docs" / "recovery.md"
+ROOT = Path(__file__).parent.parent
 
 if __name__ == "__main__":
-    PAGE.write_text(diagram.fill(PAGE.read_text()))
-    print(f"{PAGE} written")
+    for name, parts in diagram.PAGES.items():
+        page = ROOT / name
+        page.write_text(diagram.fill(page.read_text(), parts))
+        print(f"{page} written")

@@ -76,6 +76,7 @@ def measure(name: str, state: dict, takes: int) -> None:
         f"{name:22}{size / 2**20:8.1f} MiB   take: best {best * 1e3:8.2f} ms, median {usual * 1e3:8.2f} ms, "
         f"{size / best / 1e9:5.2f} GB/s; processor {busy * 1e3:7.2f} ms, of it the walk {min(walks) * 1e3:5.2f} ms; "
         f"bind {bound * 1e3:7.1f} ms, restore {restored * 1e3:6.1f} ms"
+        f" ({restored / size * 1e9:.2f} s a GB)"
     )
     snapshotter.close()
     shelf.close()

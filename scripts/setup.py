@@ -26,7 +26,7 @@ OLDEST_TORCH = (2, 8)
 STAMP = "everstep-setup.json"
 EXTRAS = {"demo": ["examples"], "dev": ["dev", "examples"], "oldest": ["dev", "examples"], "peers": ["peers"]}
 TORCH_PINS = {"oldest": "2.8.0"}
-PURE_TOOLS = ["pytest", "pytest-timeout", "hypothesis"]
+PURE_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
 CUDA_TORCH_MB = 4700
 SIZES_MB = {  # of wheels, roughly; what is not named counts as one
     "torch": 200, "numpy": 17, "transformers": 11, "tokenizers": 4, "hf-xet": 4, "sympy": 7, "networkx": 3, "ruff": 12,

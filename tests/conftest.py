@@ -6,11 +6,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).parent.parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))  # noqa: TID251
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "error")  # noqa: TID251
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # noqa: TID251
+
+
+settings.register_profile("untimed", deadline=None)  # an example may take longer on a busy machine: that is no failure
+settings.load_profile("untimed")
 
 
 def _children() -> set[int]:

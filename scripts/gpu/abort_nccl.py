@@ -33,7 +33,7 @@ def rank_main(rank: int, port: int) -> None:
     import torch.distributed as dist
 
     from everstep.inprocess import reset
-    from everstep.inprocess.abort import Communication
+    from everstep.inprocess.communication import Communication
     from everstep.inprocess.interrupt import Interrupter
     from everstep.inprocess.rendezvous import Meeting
 

@@ -18,6 +18,7 @@ _COMMANDS = {
     "report": "everstep.goodput.commands",
     "checkpoint": "everstep.checkpoint.commands",
     "faults": "everstep.faults.commands",
+    "bench": "everstep.experiments.bench.commands",
 }
 """Sub-commands and the module that brings each: `add_parser(subparsers)` and `run(arguments) -> exit code`."""
 

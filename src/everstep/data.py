@@ -7,15 +7,16 @@ Rule 2: of a world of W ranks, standing at position p, rank r takes the places p
         is read twice, nothing is skipped.
 Rule 3: a permutation is computed, never stored. A place costs microseconds at any length, and a resume costs nothing.
 
-What was rejected: an epoch that ends. Where the world does not divide the length, somebody must then pad (a sample
-seen twice) or drop (one never seen), and ranks end at different steps. A batch across the border of two epochs costs
-nothing and keeps every sample at exactly once an epoch.
+What was rejected: an epoch that ends at its last sample. Where the world does not divide the length, somebody must then
+pad (a sample seen twice) or drop (one never seen), or ranks end at different steps. A batch across the border of two
+epochs costs nothing and keeps every sample at exactly once an epoch; `endless=False` ends an iteration behind it.
 
     stream   e0: 4 1 0 3 2 | e1: 2 0 4 1 3 | e2: …
     2 ranks      0 1 0 1 0   1   0 1 0 1 0   …
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from everstep import environ
@@ -50,12 +51,20 @@ def permuted(place: int, length: int, key: int) -> int:
 
 
 class GlobalSampler:
-    """Sampler for a map-style data set; give it to torchdata's `StatefulDataLoader(…, sampler=…)`.
+    """Sampler for a map-style data set: of torch's `DataLoader`, or of torchdata's `StatefulDataLoader(…, sampler=…)`.
 
-    It never ends: `run.steps(total, loader)` or `itertools.islice` says when to stop. The loader's `state_dict` takes
-    the position along, as of the last batch handed out: what loader workers have prefetched is not counted as used.
-    Iterate one at a time; a new `iter` goes on from the position that the last one has reached.
+    It never ends: `run.steps(total, loader)` or `itertools.islice` says when to stop. With `endless=False` an iteration
+    ends with an epoch: with the step of the world that reaches its last sample, so that all ranks see equally many.
+    That step may take the next epoch's first samples, from behind which the next iteration goes on.
+
+    The loader's `state_dict` takes the position along, as of the last batch handed out: what loader workers have
+    prefetched is not counted as used. Iterate one at a time; a new `iter` goes on from the position that the last one
+    has reached. torch's own `DataLoader` has no `state_dict`, and its workers draw ahead: go on with
+    `seek(steps * batch_size * world_size)` there.
     """
+
+    counts_whole_world = True
+    """What a restore in a world of another size asks of a sampler; see `position_of`."""
 
     def __init__(
         self,
@@ -65,6 +74,7 @@ class GlobalSampler:
         *,
         rank: int | None = None,
         world_size: int | None = None,
+        endless: bool = True,
     ) -> None:
         """Rank and world are the launcher's where they are left out, read when iteration begins."""
         if length < 1:
@@ -75,7 +85,7 @@ class GlobalSampler:
             raise UsageError(
                 f"GlobalSampler(rank={rank}, world_size={world_size}): ranks run from 0 to world_size - 1."
             )
-        self.length, self.shuffle, self.seed = length, shuffle, seed
+        self.length, self.shuffle, self.seed, self.endless = length, shuffle, seed, endless
         self.consumed = 0
         self._place = None if rank is None or world_size is None else (rank, world_size)
 
@@ -91,17 +101,40 @@ class GlobalSampler:
             permuted(place, self.length, _mixed(_mixed(self.seed & _MASK) + epoch & _MASK)) if self.shuffle else place
         )
 
+    def seek(self, consumed: int) -> None:
+        """Go to where the whole world has consumed so many samples. No iteration may be under way."""
+        if consumed < 0:
+            raise UsageError(f"GlobalSampler.seek({consumed}): give the samples consumed so far, 0 or more.")
+        self.consumed = consumed
+
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples, from the position on."""
-        if self._place is None:
-            placed = environ.placement()
-            rank, world = placed.rank, placed.world_size
-        else:
-            rank, world = self._place
-        while True:
+        rank, world = self._placed()
+        end = self._end()
+        while end is None or self.consumed < end:
             sample = self.at(self.consumed + rank)
             self.consumed += world
             yield sample
+
+    def __len__(self) -> int:
+        """Return how many samples an iteration from here yields on each rank. Raises TypeError where it is endless."""
+        end = self._end()
+        if end is None:
+            raise TypeError("an endless GlobalSampler has no length; make it with endless=False to iterate by epochs")
+        return -(-(end - self.consumed) // self._placed()[1])
+
+    def __bool__(self) -> bool:
+        """True: a sampler is there, however long it is."""
+        return True
+
+    def _placed(self) -> tuple[int, int]:
+        if self._place is not None:
+            return self._place
+        placed = environ.placement()
+        return placed.rank, placed.world_size
+
+    def _end(self) -> int | None:
+        return None if self.endless else (self.epoch + 1) * self.length
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what gives it its meaning."""
@@ -118,4 +151,39 @@ class GlobalSampler:
                 f"GlobalSampler: the saved position counts samples of another stream: {told}. "
                 "Make the sampler as it was, or begin the data anew by not restoring the loader."
             )
-        self.consumed = int(state["consumed"])
+        consumed = state["consumed"]
+        if type(consumed) is not int or consumed < 0:
+            raise StateMismatch(
+                f"GlobalSampler: {consumed!r} is no count of samples; the saved state is not one of ours."
+            )
+        self.consumed = consumed
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Whether an object holds a position in the data, and for whom it counts."""
+
+    counts_whole_world: bool = False
+    who: str = ""  # the object whose position counts for one rank alone, where there is one
+    ours: bool = False  # a GlobalSampler
+
+
+def position_of(thing: object) -> Position:
+    """Say whose position an object holds: a loader's is its sampler's. Neither of both: it holds none.
+
+    A sampler or loader of a user's own says `counts_whole_world = True` where its `state_dict` means the same in a
+    world of any size, and is equal on all ranks. Anything else that can be iterated counts for its own rank.
+    """
+    seen: list[object] = [thing]
+    while True:
+        inner: Any = seen[-1]
+        if getattr(inner, "counts_whole_world", False) is True:
+            return Position(counts_whole_world=True, ours=isinstance(inner, GlobalSampler))
+        within = [getattr(inner, name, None) for name in ("batch_sampler", "sampler")]
+        following = next((each for each in within if each is not None), None)
+        if following is None or any(following is each for each in seen):
+            break
+        seen.append(following)
+    if len(seen) == 1 and not (hasattr(thing, "__iter__") or hasattr(thing, "__next__")):
+        return Position()
+    return Position(who=type(seen[-1]).__qualname__)

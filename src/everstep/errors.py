@@ -7,9 +7,11 @@
     ├── ProtocolError         a message that the protocol does not allow here: a bug of ours, told with its story
     ├── CheckpointError       a checkpoint that cannot be written or read
     │   └── DamagedCheckpoint names the file and the wound
+    ├── WorldTooSmall         the world has shrunk, and the state that is kept is of more ranks (exit code 75)
     ├── StateMismatch         what was saved does not fit what is to be restored; names the keys
     ├── StoreError            the store refused, is gone, or did not answer in time
     │   └── StoreTimeout
+    ├── JobEnded              the job is over, told to those of its ranks that live; the message is its story
     └── LedgerError           a second that cannot be placed, or an event that cannot be read
 
 Every message tells what happened, to whom, what was expected, and the mend.
@@ -56,12 +58,22 @@ class ProtocolError(EverstepError):
     """An event arrived that the protocol does not allow in this phase."""
 
 
+class JobEnded(EverstepError):
+    """The job is over on all ranks: a rank is lost for good, or no restart is left. Raised from the wrapped call."""
+
+
 class CheckpointError(EverstepError):
     """A checkpoint could not be written or read."""
 
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint is not whole; the message names the file and what is wrong with it."""
+
+
+class WorldTooSmall(EverstepError):
+    """Some ranks are lost for good, and the state that is kept for all of them cannot go on with fewer."""
+
+    exit_code = ExitCode.BAD_NODE
 
 
 class StateMismatch(EverstepError):

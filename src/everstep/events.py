@@ -24,6 +24,7 @@ class Category(enum.Enum):
     """What a second of a slot was spent on. The innermost open span owns the time (EXPERIMENTS L2)."""
 
     STARTUP = "start-up"  # process start, imports, the script's own top level before its first step
+    SCRIPT = "script"  # inside a script without the library: what it spends its time on is not known here
     STEP = "step"  # inside a training step, first time it is done
     DATA_WAIT = "data wait"  # waiting for the next batch
     SNAPSHOT = "snapshot"  # the loop is blocked while its state is copied
@@ -75,6 +76,9 @@ class RunStarted(Event):
     world_size: int
     spares: int
     nodes: int = 1
+    wrapped: bool = True  # False: the script names everstep nowhere
+    script: str = ""  # its path, or the module's name
+    arguments: tuple[str, ...] = ()  # the script's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +137,19 @@ class FaultNoticed(Event):
     text: str = ""
     last_mark_s: float | None = None  # monotonic time of the injured rank's last sign of progress
     stack: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitLearned(Event):
+    """How long a rank may be silent, and the step times that this was learned from; or the same of one place."""
+
+    text: str
+    idle_s: float  # inside a step, standing still and idle: the shortest limit there is
+    step_s: float  # what nine of ten recent steps did not exceed
+    longest_s: float  # step
+    steps: int  # that were looked at
+    place: str = ""  # a line of the user's own: "file:line in function"
+    place_s: float = 0.0  # its limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +238,7 @@ class Notice(Event):
 
     text: str
     level: str = "info"  # info | warning | error
+    closing: bool = False  # the job ends, and this is why
 
 
 @dataclass(frozen=True, slots=True)

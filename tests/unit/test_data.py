@@ -3,8 +3,10 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from everstep.data import GlobalSampler, permuted
+from everstep.data import GlobalSampler, permuted, position_of
 from everstep.errors import StateMismatch, UsageError
 
 
@@ -103,3 +105,104 @@ def test_a_position_in_another_stream_is_refused_by_name():
 def test_what_cannot_be_meant_is_refused(arguments, mend):
     with pytest.raises(UsageError, match=mend):
         GlobalSampler(**arguments)
+
+
+# Iterations that end with an epoch.
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 60),
+    st.lists(st.tuples(st.integers(1, 7), st.integers(0, 25)), min_size=1, max_size=8),
+    st.integers(0, 99),
+)
+def test_by_epochs_too_each_sample_comes_once_an_epoch_through_any_changes_of_the_world(length, worlds, seed):
+    """Each world iterates by epochs, is stopped in the midst or at an end, and hands its position to the next."""
+    state, seen = GlobalSampler(length, seed=seed).state_dict(), []
+    for world, steps in worlds:
+        samplers = [GlobalSampler(length, seed=seed, rank=r, world_size=world, endless=False) for r in range(world)]
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+        streams = [iter(sampler) for sampler in samplers]
+        for _ in range(steps):
+            turn = [next(stream, None) for stream in streams]
+            if None in turn:
+                assert set(turn) == {None}, "all ranks end at the same step"
+                assert samplers[0].consumed // length > (samplers[0].consumed - world) // length
+                streams = [iter(sampler) for sampler in samplers]
+                turn = [next(stream) for stream in streams]
+            seen += turn
+        state = samplers[-1].state_dict()
+        assert state["consumed"] == len(seen)
+    for epoch in range(len(seen) // length):
+        assert sorted(seen[epoch * length : (epoch + 1) * length]) == list(range(length))
+    rest = seen[len(seen) // length * length :]
+    assert len(set(rest)) == len(rest)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 200))
+def test_its_length_is_what_an_iteration_yields(length, world, consumed):
+    samplers = [GlobalSampler(length, rank=r, world_size=world, endless=False) for r in range(world)]
+    for sampler in samplers:
+        sampler.seek(consumed)
+    told = {len(sampler) for sampler in samplers}
+    assert told == {len(list(sampler)) for sampler in samplers}
+    assert bool(samplers[0])
+
+
+def test_an_endless_one_has_no_length():
+    with pytest.raises(TypeError, match="endless=False"):
+        len(GlobalSampler(10, rank=0, world_size=1))
+
+
+def test_a_position_is_a_count_of_samples():
+    sampler = GlobalSampler(10, rank=0, world_size=1)
+    with pytest.raises(UsageError, match="0 or more"):
+        sampler.seek(-1)
+    for wrong in (-1, 2.0, "7", True, None):
+        with pytest.raises(StateMismatch, match="no count of samples"):
+            sampler.load_state_dict(sampler.state_dict() | {"consumed": wrong})
+    assert sampler.consumed == 0
+
+
+# Whose position a loader holds.
+
+
+class Holder:
+    def __init__(self, **held):
+        vars(self).update(held)
+
+
+class Mine:
+    def __iter__(self):
+        yield 0
+
+
+class Wide(Mine):
+    counts_whole_world = True
+
+
+@pytest.mark.parametrize(
+    ("thing", "wide", "who"),
+    [
+        (GlobalSampler(5), True, ""),
+        (Holder(sampler=GlobalSampler(5)), True, ""),
+        (Holder(batch_sampler=Holder(sampler=GlobalSampler(5)), sampler=Mine()), True, ""),
+        (Holder(batch_sampler=Mine(), sampler=GlobalSampler(5)), False, "Mine"),
+        (Holder(batch_sampler=None, sampler=Mine()), False, "Mine"),
+        (Mine(), False, "Mine"),
+        (Wide(), True, ""),
+        (Holder(sampler=Wide()), True, ""),
+        (Holder(), False, ""),
+    ],
+)
+def test_a_position_is_that_of_the_innermost_sampler(thing, wide, who):
+    found = position_of(thing)
+    assert (found.counts_whole_world, found.who) == (wide, who)
+
+
+def test_a_sampler_that_holds_itself_is_looked_at_once():
+    loop = Holder()
+    loop.sampler = loop
+    assert position_of(loop) == position_of(Holder())

@@ -1,5 +1,7 @@
-"""What the documents say is there is there: files, flags, make targets, the diff."""
+"""What the documents say is there is there: files, flags, make targets, the diff, signatures."""
 
+import importlib
+import inspect
 import re
 
 import pytest
@@ -7,6 +9,10 @@ import pytest
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 FLAG = re.compile(r"`(--[a-z][a-z_-]+)")
 TARGET = re.compile(r"(?:`|^    )make ([a-z][a-z0-9-]+)", re.MULTILINE)
+
+
+CALL = re.compile(r"^\| `((?:everstep\.)?[\w.]+)(\(.*?\))` \|", re.MULTILINE)
+NAMED = re.compile(r"`Run\.(\w+)")
 
 
 def documents(root):
@@ -51,3 +57,47 @@ def test_every_flag_of_the_readme_is_one_of_everstep_run(root):
     named = set(FLAG.findall(table)) - {"--help", "--html"}
     assert sorted(named - known) == []
     assert len(named) > 8
+
+
+def test_no_sequence_diagram_breaks_at_a_semicolon(root):
+    """In mermaid's sequence diagrams it ends the statement, and what follows is a syntax error: nothing is drawn."""
+    drawn = [
+        (page.name, line)
+        for page in documents(root)
+        for block in re.findall(r"```mermaid\nsequenceDiagram\n(.*?)```", page.read_text(), re.DOTALL)
+        for line in block.splitlines()
+    ]
+    assert [each for each in drawn if ";" in each[1]] == []
+    assert len(drawn) > 50
+
+
+def plain(thing):
+    """A signature without types and without `self`."""
+    signature = inspect.signature(thing)
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(
+        signature.replace(
+            parameters=[p for p in parameters if p.name != "self"], return_annotation=inspect.Signature.empty
+        )
+    )
+
+
+def test_the_api_page_has_every_signature_as_it_is(root):
+    everstep = pytest.importorskip("everstep.training", reason="needs torch")
+    shown = dict(CALL.findall((root / "docs/api.md").read_text()))
+    methods = [name for name, _ in inspect.getmembers(everstep.Run, inspect.isfunction) if not name.startswith("_")]
+    names = ["everstep.resilient", "everstep.training.Positioned", *(f"Run.{name}" for name in methods)]
+    expected = {}
+    for name in names:
+        home, _, last = name.removeprefix("everstep.").rpartition(".")
+        thing = everstep.Run if home == "Run" else importlib.import_module(f"everstep.{home}" if home else "everstep")
+        expected[name] = plain(getattr(thing, last))
+    assert shown == expected
+
+
+def test_the_attributes_of_a_run_on_the_api_page_are_all_there_are(root):
+    training = pytest.importorskip("everstep.training", reason="needs torch")
+    source = inspect.getsource(training.Run)
+    attributes = set(re.findall(r"self\.([a-z]\w*) = ", source))
+    methods = {name for name, _ in inspect.getmembers(training.Run, inspect.isfunction) if not name.startswith("_")}
+    assert set(NAMED.findall((root / "docs/api.md").read_text())) == attributes | methods

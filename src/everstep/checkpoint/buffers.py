@@ -9,7 +9,7 @@ import torch
 
 from everstep.checkpoint.core.layout import Layout, Leaf
 from everstep.checkpoint.core.segment import Header, parse
-from everstep.checkpoint.staging import Copied, Pair, grouped, page_lock, page_unlock
+from everstep.checkpoint.staging import Copied, Pair, Scratch, grouped, page_lock, page_unlock
 from everstep.checkpoint.tensors import Part, view
 
 
@@ -40,7 +40,7 @@ class Buffer:
         return self.bytes[start : start + leaf.nbytes]
 
     def groups(
-        self, payload_at: int, stable: Sequence[Part], changing: Iterable[Part]
+        self, payload_at: int, stable: Sequence[Part], changing: Iterable[Part], scratch: Scratch | None = None
     ) -> tuple[list[Copied], list[Copied]]:
         """Return what is to be copied where: (early, late). Views for the stable parts are made once.
 
@@ -48,11 +48,11 @@ class Buffer:
         """
         known = self._groups
         if known is None or not _alike(known[0], stable):
-            known = self._groups = (tuple(stable), *self._make(payload_at, stable))
+            known = self._groups = (tuple(stable), *self._make(payload_at, stable, scratch))
         changing = [part for part in changing if part.sources]
         if not changing:
             return known[1], known[2]
-        early, late = self._make(payload_at, changing)
+        early, late = self._make(payload_at, changing, scratch)
         return [*known[1], *early], [*known[2], *late]
 
     def page_lock(self) -> None:
@@ -70,7 +70,9 @@ class Buffer:
         """Drop views and sources: the model that they belong to is going away."""
         self._groups = None
 
-    def _make(self, payload_at: int, parts: Iterable[Part]) -> tuple[list[Copied], list[Copied]]:
+    def _make(
+        self, payload_at: int, parts: Iterable[Part], scratch: Scratch | None
+    ) -> tuple[list[Copied], list[Copied]]:
         early, late = list[Pair](), list[Pair]()
         for part in parts:
             leaves = (leaf for leaf in part.section.leaves if leaf.alias_of is None)
@@ -79,7 +81,7 @@ class Buffer:
                     start = payload_at + leaf.offset
                     pair = (view(self.raw[start : start + leaf.nbytes], leaf), source)
                     (late if n in part.late else early).append(pair)
-        return grouped(early, self.raw), grouped(late, self.raw)
+        return grouped(early, self.raw, scratch), grouped(late, self.raw, scratch)
 
 
 def _alike(known: Sequence[Part], parts: Sequence[Part]) -> bool:

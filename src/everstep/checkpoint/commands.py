@@ -1,18 +1,19 @@
-"""`everstep checkpoint ls | verify | rm DIR`: what lies in a checkpoint directory, for people and for scripts.
+"""`everstep checkpoint ls | verify | rm | convert DIR`: what lies in a checkpoint directory, for people and scripts.
 
 `ls` exits 0; `verify` 1 where any checkpoint is damaged, with a line `step file reason` for each wound; `rm` removes by
-step, and refuses the last whole one unless told twice.
+step, and refuses the last whole one unless told twice; `convert` writes one for others, and refuses a damaged one.
 """
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from everstep.checkpoint import catalog
 from everstep.clock import SYSTEM
-from everstep.errors import ExitCode, UsageError
+from everstep.errors import DamagedCheckpoint, ExitCode, UsageError
 from everstep.telemetry import say
 
 if TYPE_CHECKING:
@@ -21,23 +22,28 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: "Subparsers") -> None:
     """Add `checkpoint` and what stands under it."""
-    parser = subparsers.add_parser("checkpoint", help="list, verify and remove checkpoints on disk")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="ls|verify|rm")
+    parser = subparsers.add_parser("checkpoint", help="list, verify, remove and convert checkpoints on disk")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="ls|verify|rm|convert")
     ls = verbs.add_parser("ls", help="list the checkpoints of a directory, newest first")
     verify = verbs.add_parser("verify", help="read every byte of every checkpoint against its checksum")
     rm = verbs.add_parser("rm", help="remove checkpoints by step")
-    for verb in (ls, verify, rm):
+    convert = verbs.add_parser("convert", help="write one checkpoint as a file of torch.save, or as safetensors")
+    for verb in (ls, verify, rm, convert):
         verb.add_argument("dir", metavar="DIR", help="what --checkpoint-dir named")
         verb.add_argument("--json", action="store_true", help="print JSON")
     verify.add_argument("--step", type=int, action="append", help="only this step (may be repeated)")
     rm.add_argument("--step", type=int, action="append", required=True, help="the step to remove (may be repeated)")
     rm.add_argument("--last-too", action="store_true", help="remove even the last whole checkpoint")
+    convert.add_argument("out", metavar="OUT", help="a file (torch) or a directory (safetensors) that does not exist")
+    convert.add_argument("--to", choices=("torch", "safetensors"), required=True, help="what to write")
+    convert.add_argument("--step", type=int, help="which step (default: the newest)")
+    convert.add_argument("--only", metavar="NAME", help="only what run.steps was given under this name (model=…)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Do what was asked; return the exit code. UsageError and CheckpointError carry their own."""
-    verbs = {"ls": _ls, "verify": _verify, "rm": _rm}
+    verbs = {"ls": _ls, "verify": _verify, "rm": _rm, "convert": _convert}
     return verbs[args.verb](args)
 
 
@@ -86,6 +92,28 @@ def _rm(args: argparse.Namespace) -> int:
         _print(json.dumps({"removed": sorted(chosen)}))
     else:
         say(f"removed from {args.dir}: step {', '.join(map(str, sorted(chosen)))}")
+    return ExitCode.DONE
+
+
+def _convert(args: argparse.Namespace) -> int:
+    found = _chosen(catalog.scan(args.dir), None if args.step is None else [args.step], args.dir)
+    if not found:
+        raise UsageError(f"no checkpoint in {args.dir}; give the directory that --checkpoint-dir named")
+    wounds = catalog.verify(found[0])
+    if wounds:
+        older = ", ".join(str(one.step) for one in found[1:] if one.complete)
+        mend = f"; choose another with --step (there are: {older})" if older else ""
+        raise DamagedCheckpoint(f"{found[0].path} is damaged and not converted: {'; '.join(map(str, wounds))}{mend}")
+    # By name, since it loads torch, which nothing else here needs.
+    converter: Any = importlib.import_module("everstep.checkpoint.convert")
+    done = converter.convert(found[0].path, args.to, args.out, args.only)
+    if args.json:
+        told = {"step": found[0].step, "files": list(done.files), "bytes": done.bytes, "tensors": done.tensors}
+        _print(json.dumps(told | {"left_out": list(done.left_out)}))
+        return ExitCode.DONE
+    for text in done.left_out:
+        say(f"not converted: {text}")
+    say(f"step {found[0].step}: {done.tensors} tensors, {_size(done.bytes)}, to {', '.join(done.files)}")
     return ExitCode.DONE
 
 

@@ -8,19 +8,24 @@ a notice at once, a word to every rank, and a sentence in the exit status.
     rank ◀─ disk.intent {save, step}              rank ─▶ disk.staged {save, buffer}  or  disk.late {save, step}
     rank ◀─ disk.void {save}, disk.problem {text}
     rank ─▶ disk.damaged {step, text}             (a restore could not read it: the next best is taken)
+    rank ─▶ disk.restored {step, total}           (rank 0: the job goes on from it; said where an earlier job saved it)
+    rank ─▶ disk.measured {step, metrics}         (rank 0, of a step that is saved: by them the best are kept)
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from everstep import ranks
 from everstep.checkpoint import catalog
 from everstep.checkpoint.core import commit, intents, names, retention
 from everstep.checkpoint.core.final import newest_common
+from everstep.checkpoint.core.findings import Findings
 from everstep.checkpoint.core.plan import Committed, Plan, Sealed
-from everstep.checkpoint.directory import Claim
+from everstep.checkpoint.holder import Hold, OwnHold
+from everstep.checkpoint.inventory import Inventory
+from everstep.checkpoint.patience import GRACE_S, Patience
 from everstep.checkpoint.writers import Writers
-from everstep.errors import ConfigurationError
 from everstep.events import Notice, TierEvent
 from everstep.recovery.api import Child, Host, Message
 from everstep.recovery.core.words import Roster
@@ -55,24 +60,32 @@ class Source(Protocol):
 
 
 class Disk:
-    """Companion `disk`. `keep` None keeps every checkpoint."""
+    """Companion `disk`. `keep`: what stays, a number: the newest so many, None: all."""
 
-    prefix = "disk"
-
-    def __init__(self, directory: str, interval: int, shelf: Source, keep: int | None = retention.DEFAULT_KEEP) -> None:
-        retention.check_keep(keep)
+    def __init__(
+        self,
+        directory: str,
+        interval: int,
+        shelf: Source,
+        keep: retention.Keep | int | None = retention.DEFAULT_KEEP,
+        tier: str = TIER,
+        *,
+        hold: Hold | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.prefix = self.tier = tier
         self._plan = intents.Plan(interval)
-        self._keep = keep
+        self._keep = retention.keep_of(keep)
         self._shelf = shelf
-        self._claim = Claim(directory)
-        self.directory, self._given = self._claim.directory, directory
+        self._hold = hold or OwnHold(directory)
+        self.directory, self._given = self._hold.directory, directory
         self._save: commit.Save | None = None
         self._lineage = (0, 0)
         self._buffers: dict[int, int] = {}
         self._asked_s = 0.0
+        self._patience = Patience(grace_s)
         self._attempts = 0
-        self._complete: set[int] = set()
-        self._struck: set[int] = set()
+        self.inventory = Inventory(self.directory, tier)
         self._condemned: list[int] = []
         self._problems: list[str] = []
         self._running = False  # a generation is under way
@@ -82,33 +95,42 @@ class Disk:
     def start(self, host: Host) -> None:
         """See `Companion.start`."""
         self._host = host
-        swept = self._claim.take(host.run_dir)
-        for text in swept:
+        findings = self._hold.open(host.run_dir)
+        for text in findings.told:
             self._notice(text.removeprefix("warning: "), "warning" if text.startswith("warning: ") else "info")
-        self._take_stock(host.world_size)
-        self._writers_begun = Writers(host, self.directory, self._claim.fd)
+        self._take_stock(findings)
+        self._writers_begun = Writers(host, self.directory, self._hold.lock, self._patience.sign_s)
         self._writers.start()
 
     def committed(self) -> Sequence[Committed]:
         """Whole checkpoints of this directory, newest first, for the plan of a generation's beginning."""
-        steps = sorted(self._complete - self._struck, reverse=True)
-        return [Committed(step, TIER, {"path": self._path(step), "step": step}) for step in steps]
+        return self.inventory.committed()
 
     def on_message(self, rank: int, message: Message, fds: Sequence[int]) -> None:
         """See `Companion.on_message`."""
         _close(fds)
-        match message["kind"]:
-            case "disk.staged":
+        self._said(rank, message["kind"].partition(".")[2], message)
+
+    def _said(self, rank: int, verb: str, message: Message) -> None:
+        match verb:
+            case "staged":
                 self._staged(rank, message["save"], message["buffer"])
-            case "disk.late":
-                # Of all ranks that say so about one intent, the first makes the lead grow.
-                learn = intents.late if self._is(message["save"]) else intents.saw
-                self._plan = learn(self._plan, message["step"])
-                self._hear(message["save"], commit.Late(rank, message["step"]))
-            case "disk.damaged":
+            case "late":
+                self._late(rank, message["save"], message["step"])
+            case "damaged":
                 self._strike(message["step"], message["text"])
+            case "restored":
+                self._continue(message["step"], message["total"])
+            case "measured":
+                self.inventory.metrics[message["step"]] = message["metrics"]
             case _:
                 return
+
+    def _late(self, rank: int, token: str, step: int) -> None:
+        """Of all ranks that say so about one intent, the first makes the lead grow."""
+        learn = intents.late if self._is(token) else intents.saw
+        self._plan = learn(self._plan, step)
+        self._hear(token, commit.Late(rank, step))
 
     def on_child_message(self, child: Child, message: Message, fds: Sequence[int]) -> None:
         """See `Companion.on_child_message`."""
@@ -117,6 +139,7 @@ class Disk:
             _close(fds)
             return
         token, kind = message.get("save"), message["kind"]
+        self._patience.moved(self._host.clock.now())
         if kind == "written" and self._is(token):
             self._writers.keep_fragment(rank, fds)
             self._hear(token, commit.Written(rank, message["bytes"]))
@@ -162,27 +185,42 @@ class Disk:
         began = self._shelf.plan
         self._plan = intents.rewind(self._plan, max(0, began.parent) if began else 0)
         self._running, self._final_tried = True, False
+        self._patience.begin_again()
         self._next()
         told = {"directory": self.directory, "given": self._given, "interval": self._plan.interval}
+        told["metric"] = self._keep.metric
         return {m.rank: told for m in roster.members}
 
     def on_tick(self, now: float) -> None:
         """See `Companion.on_tick`."""
+        if self._patience.ending and self.outstanding:
+            self._host.recheck()
         save = self._save
         if save is None or save.phase is not commit.Phase.WRITING or now - self._asked_s < SLOW_WRITE_S:
             return
-        waiting = sorted(set(range(save.world_size)) - set(save.written))
         self._asked_s = now
+        silent = self._patience.silent_s(now)
+        state = "slow" if silent < SLOW_WRITE_S else f"stuck: it has taken nothing for {silent:.0f} s"
         self._notice(
             f"the checkpoint of step {save.step} has been in writing for over {SLOW_WRITE_S:.0f} s (waiting for the "
-            f"writer of rank {waiting}): storage is slow or stuck; training goes on without it",
+            f"writer of rank {self._waiting_for(save)}): storage is {state}; training goes on without it",
             "warning",
         )
         self._host.later(SLOW_WRITE_S)
 
+    def _waiting_for(self, save: commit.Save) -> str:
+        missing = set(range(save.world_size)) - set(save.written)
+        return ranks.brief(missing) if missing else str(save.merger)
+
     def drained(self, completed: bool) -> bool:
-        """See `Companion.drained`. A completed job's last step is saved too, from memory."""
+        """See `Companion.drained`. A completed job's last step is saved too, from memory.
+
+        A write is waited for as long as the storage takes something; where it has taken nothing for the grace time,
+        the job ends without it, and its exit status says so.
+        """
         self._running = False
+        if self._writers_begun is None:
+            return True
         if self._save is not None:
             self._hear(self._save.token, commit.Stopped("the job ended before every rank came to it"))
         if completed and not self._final_tried and self._save is None:
@@ -190,7 +228,17 @@ class Disk:
             self._save_last()
         if self._save is None and self._condemned and self._writers.prune([], self._folders(self._condemned)):
             self._condemned = []
-        return self._save is None and not self._writers.busy
+        return not self.outstanding or self._waited_enough()
+
+    def _waited_enough(self) -> bool:
+        left = self._patience.left_s(self._host.clock.now())
+        if left > 0:
+            self._host.later(left + 0.01)
+        return left <= 0
+
+    def _unsaved(self, save: commit.Save) -> str:
+        waiting = self._waiting_for(save)
+        return f"the checkpoint of step {save.step} was not saved (waiting for the writer of rank {waiting})"
 
     @property
     def outstanding(self) -> bool:
@@ -201,15 +249,19 @@ class Disk:
 
     def problems(self) -> Sequence[str]:
         """See `Companion.problems`."""
-        if not self.outstanding or self._save is None:
+        save = self._save
+        if self.outstanding and self._patience.gave_up:
+            what = "what was retired is not removed" if save is None else self._unsaved(save)
+            return (*self._problems, self._patience.told(what, self.directory))
+        if not self.outstanding or save is None:
             return tuple(self._problems)
-        return (*self._problems, f"the checkpoint of step {self._save.step} was still being written when the job ended")
+        return (*self._problems, f"the checkpoint of step {save.step} was still being written when the job ended")
 
     def close(self) -> None:
         """See `Companion.close`. Also after a start that was refused."""
         if self._writers_begun is not None:
             self._writers.close()
-        self._claim.close()
+        self._hold.close()
 
     @property
     def _writers(self) -> Writers:
@@ -218,36 +270,29 @@ class Disk:
 
     # stock of the directory
 
-    def _take_stock(self, world_size: int) -> None:
-        """Verify the newest checkpoint in full, and the next while one is damaged; name each wound."""
-        found = catalog.scan(self.directory)
-        newest, wounds = catalog.newest_whole(self.directory)
-        for wound in wounds:
-            self._host.emit(TierEvent(tier=TIER, what="damaged", step=wound.step, text=f"{wound.file} {wound.reason}"))
-            taken = f"step {newest.step} is taken" if newest else "it is skipped"
-            self._notice(f"damaged checkpoint {self._path(wound.step)}: {wound.file} {wound.reason}; {taken}", "error")
-        if newest is None or newest.manifest is None:
-            if found:
-                told = "; ".join(f"step {w.step}: {w.file} {w.reason}" for w in wounds)
-                raise ConfigurationError(
-                    f"no checkpoint in {self.directory} is whole ({told}). Nothing was deleted. To begin from the "
-                    "first step, move them away or give another --checkpoint-dir."
-                )
-            return
-        if newest.manifest.world_size != world_size:
-            raise ConfigurationError(
-                f"{newest.path} was saved by {newest.manifest.world_size} ranks and this job has {world_size}. "
-                f"Start with --nproc-per-node {newest.manifest.world_size}, or give another --checkpoint-dir; "
-                "torch.distributed.checkpoint.load reads it in any world."
+    def _take_stock(self, findings: Findings) -> None:
+        """Name each wound of what is newer than the newest whole one."""
+        self.inventory.know(findings)
+        newest = self.inventory.newest
+        for wound in findings.wounds:
+            self._host.emit(
+                TierEvent(tier=self.tier, what="damaged", step=wound.step, text=f"{wound.file} {wound.reason}")
             )
-        wounded = {wound.step for wound in wounds}
-        self._complete = {one.step for one in found if one.complete and one.step not in wounded}
+            taken = "it is skipped" if newest is None else f"step {newest} is taken"
+            path = self.inventory.path(wound.step)
+            self._notice(f"damaged checkpoint {path}: {wound.file} {wound.reason}; {taken}", "error")
+        self.inventory.check(findings.wounds)
+
+    def _continue(self, step: int, total: int) -> None:
+        told = self.inventory.continuing(step, total, self._host.world_size)
+        if told is not None:
+            self._notice(*told)
 
     def _strike(self, step: int, text: str) -> None:
-        if step not in self._struck:
-            self._struck.add(step)
-            self._host.emit(TierEvent(tier=TIER, what="damaged", step=step, text=text))
-            self._notice(f"damaged checkpoint {self._path(step)}: {text}; the next best is taken", "error")
+        if step not in self.inventory.struck:
+            self.inventory.struck.add(step)
+            self._host.emit(TierEvent(tier=self.tier, what="damaged", step=step, text=text))
+            self._notice(f"damaged checkpoint {self.inventory.path(step)}: {text}; the next best is taken", "error")
 
     # one save
 
@@ -258,21 +303,21 @@ class Disk:
         mine = [s.step for s in self._shelf.sealed() if (s.epoch, s.generation) == self._lineage]
         self._plan, choice = intents.choose(intents.saw(self._plan, max(mine, default=0)))
         for step in choice.left_out:
-            self._host.emit(TierEvent(tier=TIER, what="coalesced", step=step, text=choice.reason))
+            self._host.emit(TierEvent(tier=self.tier, what="coalesced", step=step, text=choice.reason))
         save = self._open(choice.step, *self._lineage)
-        self._host.emit(TierEvent(tier=TIER, what="planned", step=save.step, text=choice.reason))
-        self._tell({"kind": "disk.intent", "save": save.token, "step": save.step})
+        self._host.emit(TierEvent(tier=self.tier, what="planned", step=save.step, text=choice.reason))
+        self._tell({"kind": f"{self.prefix}.intent", "save": save.token, "step": save.step})
 
     def _open(self, step: int, epoch: int, generation: int) -> commit.Save:
         self._attempts += 1
-        token = str(names.Staging(step, epoch, generation, self._claim.job, self._attempts))
+        token = str(names.Staging(step, epoch, generation, self._hold.job, self._attempts))
         self._save = commit.Save(token, step, self._host.world_size)
         return self._save
 
     def _save_last(self) -> None:
         """Save the newest step that memory holds whole, unless it is durable already."""
         whole = newest_common(self._host.world_size, self._shelf.sealed(), *self._lineage, self._shelf.plan)
-        if not whole or whole[0].step in self._complete or self._writers.given_up:
+        if not whole or whole[0].step in self.inventory.complete or self._writers.given_up:
             return
         token = self._open(whole[0].step, whole[0].epoch, whole[0].generation).token
         for snapshot in whole:
@@ -304,7 +349,8 @@ class Disk:
     def _all_staged(self, save: commit.Save) -> None:
         self._plan = intents.saw(self._plan, save.step)
         self._asked_s = self._host.clock.now()
-        self._host.emit(TierEvent(tier=TIER, what="taken", step=save.step))
+        self._patience.moved(self._asked_s)
+        self._host.emit(TierEvent(tier=self.tier, what="taken", step=save.step))
         self._host.later(SLOW_WRITE_S)
 
     def _do(self, save: commit.Save, command: commit.Command) -> None:
@@ -314,9 +360,9 @@ class Disk:
             case commit.Release(rank):
                 self._shelf.release(rank, self._buffers.pop(rank))
             case commit.Merge(rank):
-                self._writers.merge(rank, save.token)
+                self._writers.merge(rank, save.token, self.inventory.metrics.get(save.step, {}))
             case commit.Withdraw():
-                self._tell({"kind": "disk.void", "save": save.token})
+                self._tell({"kind": f"{self.prefix}.void", "save": save.token})
             case commit.Discard():
                 self._writers.discard(save.token)
 
@@ -328,36 +374,39 @@ class Disk:
         ends: dict[commit.Phase, Callable[[], None]] = {
             commit.Phase.COMMITTED: lambda: self._durable(save, size, seconds),
             commit.Phase.VOID: lambda: self._host.emit(
-                TierEvent(tier=TIER, what="skipped", step=save.step, text=save.text)
+                TierEvent(tier=self.tier, what="skipped", step=save.step, text=save.text)
             ),
             commit.Phase.FAILED: lambda: self._failed(save, seconds),
         }
         ends[save.phase]()
+        self._ended(save)
         self._next()
         self._host.recheck()
 
+    def _ended(self, save: commit.Save) -> None:
+        """A save has come to its end, and the next is not chosen yet."""
+
     def _durable(self, save: commit.Save, size: int, seconds: float) -> None:
-        self._complete.add(save.step)
-        self._struck.discard(save.step)
-        self._host.emit(TierEvent(tier=TIER, what="committed", step=save.step, bytes=size, seconds=seconds))
-        decision = retention.decide(self._complete, self._keep)
-        going = [step for step in decision.remove if step != save.step]
+        self.inventory.add(save.step, save.world_size)
+        self._host.emit(TierEvent(tier=self.tier, what="committed", step=save.step, bytes=size, seconds=seconds))
+        decision = self.inventory.going(self._keep, besides=save.step)
+        going = decision.remove
         if not going and not self._condemned:
             return
         if self._writers.prune(self._folders(going), self._folders(self._condemned)):
-            self._complete -= set(going)
-            self._condemned = going
+            self.inventory.complete -= set(going)
+            self._condemned = list(going)
             for step in going:
-                self._host.emit(TierEvent(tier=TIER, what="removed", step=step, text=decision.reason))
+                self._host.emit(TierEvent(tier=self.tier, what="removed", step=step, text=decision.reason))
 
     def _failed(self, save: commit.Save, seconds: float) -> None:
-        newest = max(self._complete, default=None)
+        newest = self.inventory.newest
         stands = "none is durable yet" if newest is None else f"the newest durable one is of step {newest}"
         text = f"the checkpoint of step {save.step} was not saved: {save.text}"
         self._problems.append(text)
-        self._host.emit(TierEvent(tier=TIER, what="failed", step=save.step, seconds=seconds, text=save.text))
+        self._host.emit(TierEvent(tier=self.tier, what="failed", step=save.step, seconds=seconds, text=save.text))
         self._notice(f"{text}. Training goes on; {stands}.", "error")
-        self._tell({"kind": "disk.problem", "text": text})
+        self._tell({"kind": f"{self.prefix}.problem", "text": text})
         if self._condemned and self._writers.prune([], self._folders(self._condemned)):
             self._condemned = []  # their room may be what was missing
 
@@ -369,9 +418,6 @@ class Disk:
 
     def _notice(self, text: str, level: str) -> None:
         self._host.emit(Notice(text=text, level=level))
-
-    def _path(self, step: int) -> str:
-        return os.path.join(self.directory, names.committed(step))
 
     def _folders(self, steps: Sequence[int]) -> list[str]:
         return [names.committed(step) for step in steps]

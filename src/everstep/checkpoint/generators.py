@@ -1,6 +1,6 @@
 """Random generators: Python's, NumPy's global one, torch's on the CPU and on every initialised CUDA device.
 
-They are read and set in place. Generators of a user's own (`torch.Generator`) are objects of the state like others.
+They are read and set in place. Generators of a user's own are objects of the state like others.
 """
 
 import marshal
@@ -14,7 +14,10 @@ import numpy.random as global_random  # loaded lazily otherwise: by the first sn
 import torch
 
 from everstep.checkpoint.core.layout import Ref, Section
-from everstep.checkpoint.tensors import Collector, Part, Payload, Reading, value_of
+from everstep.checkpoint.core.reshard import SEED, Wish
+from everstep.checkpoint.fitting import Fitting, Undo
+from everstep.checkpoint.remake import value_of
+from everstep.checkpoint.tensors import Collector, Part, Payload, Reading, payload_of
 
 _WORD = np.dtype("<u4")
 _WORDS = struct.Struct("<625I")  # of Python's: 624 words, and the position in them
@@ -67,12 +70,11 @@ class Generators:
     def restore(self, section: Section, payload: Payload) -> None:
         """Set them; what was not saved (a device that was not in use) stays as it is."""
         state = value_of(section.tree, section.leaves, payload)
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-        global_random.set_state(tuple(state["numpy"]))
-        torch.set_rng_state(state["torch"])
-        for device, saved in state.get("cuda", {}).items():
-            torch.cuda.set_rng_state(saved, device)
+        for name, setting in (
+            ("python", _set_python), ("numpy", _set_numpy), ("torch", _set_torch), ("cuda", _set_cuda),
+        ):  # fmt: skip
+            if name in state:
+                setting(state[name])
 
 
 def _tree(
@@ -86,10 +88,16 @@ def _tree(
     return tree | {"cuda": {n: Ref(3 + n) for n in range(devices)}} if devices else tree
 
 
-class GeneratorSource:
-    """A `torch.Generator` that the user draws from."""
+def is_generator(thing: object) -> bool:
+    """True for a random generator of a user's own: torch's, Python's, both of NumPy's."""
+    kinds = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+    return isinstance(thing, kinds) and not isinstance(thing, random.SystemRandom)  # that one has no state
 
-    def __init__(self, name: str, generator: torch.Generator) -> None:
+
+class GeneratorSource:
+    """A random generator that the user draws from: set in place, so whoever else holds it draws on as well."""
+
+    def __init__(self, name: str, generator: Any) -> None:
         self._name = name
         self._generator = generator
         self._reading = Reading(name, per_rank=True)
@@ -100,22 +108,131 @@ class GeneratorSource:
 
     def changing(self) -> list[Part]:
         """See `walk.Source`."""
-        return [self._reading.part({"state": self._generator.get_state()})]
+        return [self._reading.part({"kind": _kind(self._generator), "state": _state(self._generator)})]
 
     def names(self) -> tuple[str, ...]:
         """See `walk.Source`."""
         return (self._name,)
 
     def mismatches(self, saved: Mapping[str, Section]) -> list[str]:
-        """See `walk.Source`."""
-        del saved
-        return []
+        """See `walk.Source`: a state of another kind of generator is none of this one's."""
+        tree = saved[self._name].tree
+        there = tree.get("kind", "torch") if isinstance(tree, dict) else "no generator"
+        here = _kind(self._generator)
+        return [] if there == here else [f"{self._name} was saved as the state of {there} and is {here}"]
 
     def restore(self, saved: Mapping[str, Section], payload: Payload) -> None:
         """See `walk.Source`."""
         section = saved[self._name]
-        self._generator.set_state(value_of(section.tree, section.leaves, payload)["state"])
+        state = value_of(section.tree, section.leaves, payload)["state"]
+        seed = _seed(state)
+        self._set(state if seed is None else _seeded(self._generator, seed))
+
+    def _set(self, state: Any) -> None:
+        match self._generator:
+            case torch.Generator():
+                self._generator.set_state(state)
+            case random.Random():
+                version, words, gauss = state
+                self._generator.setstate((version, tuple(words.tolist()), gauss))
+            case np.random.Generator():
+                self._generator.bit_generator.state = state
+            case other:
+                other.set_state(tuple(state))
+
+    def wishes(self, saved: Mapping[str, Section]) -> Mapping[str, Wish]:
+        """See `walk.Source`."""
+        del saved
+        return {self._name: Wish(draws=True)}
+
+    def fitting(self, saved: Mapping[str, Section], refused: Mapping[str, str]) -> Fitting:
+        """See `walk.Source`."""
+        if self._name not in saved:
+            return Fitting(differing=[refused[self._name]]) if self._name in refused else Fitting(missing=[self._name])
+        wrong = self.mismatches(saved)
+        return Fitting(differing=wrong) if wrong else Fitting({self._name: saved[self._name]})
+
+    def attempt(self, saved: Mapping[str, Section], payload: Payload) -> Undo:
+        """See `walk.Source`."""
+        (part,) = self.changing()
+        before = value_of(part.section.tree, part.section.leaves, payload_of(part))["state"]
+        self.restore(saved, payload)
+
+        def undo() -> None:
+            self._set(before)
+
+        return undo
 
     def future_bytes(self) -> tuple[int, int]:
         """See `walk.Source`."""
         return 0, 0
+
+
+def _seed(state: Any) -> int | None:
+    """The seed of a generator that was derived for a rank that was not there before (`core/reshard.py`)."""
+    seed = state.get(SEED) if isinstance(state, Mapping) else None
+    return seed if isinstance(seed, int) else None
+
+
+def _seeded(like: Any, seed: int) -> Any:
+    """What `_state` gives for a generator of that kind, fresh from a seed."""
+    match like:
+        case torch.Generator():
+            return torch.Generator(like.device).manual_seed(seed).get_state()
+        case random.Random():
+            return _state(random.Random(seed))
+        case np.random.Generator():
+            return type(like.bit_generator)(seed).state
+        case _:
+            return _state(np.random.RandomState(seed % 2**32))
+
+
+def _set_python(state: Any) -> None:
+    seed = _seed(state)
+    version, words, gauss = state if seed is None else _seeded(random.Random(), seed)
+    random.setstate((version, tuple(words.tolist()), gauss))
+
+
+def _set_numpy(state: Any) -> None:
+    seed = _seed(state)
+    global_random.set_state(tuple(state if seed is None else _seeded(None, seed)))
+
+
+def _set_torch(state: Any) -> None:
+    seed = _seed(state)
+    torch.set_rng_state(state if seed is None else torch.Generator().manual_seed(seed).get_state())
+
+
+def _set_cuda(state: Any) -> None:
+    seed, here = _seed(state), torch.cuda.device_count()
+    if seed is not None:
+        torch.cuda.manual_seed_all(seed)
+        return
+    for device, saved in state.items():
+        if device < here:  # saved where there were more: nobody draws from those here
+            torch.cuda.set_rng_state(saved, device)
+
+
+def _kind(generator: Any) -> str:
+    match generator:
+        case torch.Generator():
+            return "torch" if generator.device.type == "cpu" else f"torch on {generator.device.type}"
+        case random.Random():
+            return "python"
+        case np.random.Generator():
+            return f"numpy {type(generator.bit_generator).__name__}"
+        case _:
+            return "numpy legacy"
+
+
+def _state(generator: Any) -> Any:
+    match generator:
+        case torch.Generator():
+            return generator.get_state()
+        case random.Random():
+            version, words, gauss = generator.getstate()
+            return [version, np.array(words, _WORD), gauss]
+        case np.random.Generator():
+            return generator.bit_generator.state
+        case _:
+            return list(generator.get_state(legacy=True))

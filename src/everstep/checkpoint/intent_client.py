@@ -22,6 +22,7 @@ class IntentClient:
         self._intent: tuple[str, int] | None = None
         self._taking: str | None = None
         self._problems: list[str] = []
+        self._wanted = -1  # the step of the last intent
 
     def on_message(self, message: Mapping[str, Any]) -> None:
         """Hear the agent: any message whose kind starts with `disk.`. On the waiter thread."""
@@ -43,6 +44,7 @@ class IntentClient:
             present = self._done
             if step > present:
                 self._intent = (save, step)
+                self._wanted = step
         if step <= present:
             self._send({"kind": "disk.late", "save": save, "step": present})
 
@@ -72,9 +74,20 @@ class IntentClient:
         else:
             self._send({"kind": "disk.staged", "save": save, "buffer": buffer})
 
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What was measured at `step`, by which the best checkpoints are kept; told where that step is saved."""
+        with self._lock:
+            wanted = self._wanted == step
+        if wanted and metrics:
+            self._send({"kind": "disk.measured", "step": step, "metrics": dict(metrics)})
+
     def damaged(self, step: int, text: str) -> None:
         """A restore could not read the checkpoint of `step`: it is struck out for the next generation's plan."""
         self._send({"kind": "disk.damaged", "step": step, "text": text})
+
+    def restored(self, step: int, total: int) -> None:
+        """The checkpoint of `step` is where this rank goes on, in a job of `total` steps."""
+        self._send({"kind": "disk.restored", "step": step, "total": total})
 
     def rewound(self, step: int) -> None:
         """A generation begins after `step`; intents of the last one are void."""

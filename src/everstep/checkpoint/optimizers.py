@@ -1,5 +1,8 @@
 """An optimizer's state by the names of its parameters, read from and set into `optimizer.state` directly.
 
+Under FSDP1 a parameter of the optimizer is a flat one, or a range of one of the model's: what lies beside it is told as
+rectangles of the model's parameters, as the module's own are.
+
 Its own `state_dict` numbers parameters by position, and its `load_state_dict` casts and replaces tensors; DCP's helper
 steps it. None of them is called. State that does not exist yet is not made; state that was not saved is taken away.
 """
@@ -11,11 +14,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from everstep.checkpoint.beside import made as made_beside
+from everstep.checkpoint.beside import shaped_as, takes
 from everstep.checkpoint.core.estimate import state_bytes, state_tensors
-from everstep.checkpoint.core.layout import Leaf, Node, Ref, Section, printed
-from everstep.checkpoint.core.plain import plain
-from everstep.checkpoint.modules import Names, differences
-from everstep.checkpoint.tensors import Collector, Part, Payload, Reading, fresh, local_of, stored, value_of
+from everstep.checkpoint.core.items import leaves_of
+from everstep.checkpoint.core.layout import ALIGNMENT, Leaf, Pieces, Ref, Section
+from everstep.checkpoint.core.rectangles import Rectangle
+from everstep.checkpoint.core.reshard import Wish
+from everstep.checkpoint.fitting import Fitting, Undo
+from everstep.checkpoint.modules import Cut, Names, copy_pieces, cuts_differ, differences
+from everstep.checkpoint.param_groups import Groups
+from everstep.checkpoint.remake import fresh, value_of
+from everstep.checkpoint.sharded import local_of
+from everstep.checkpoint.tensors import Collector, Part, Payload, stored
 from everstep.checkpoint.watch import Watch
 
 _SCALAR_LEAVES = 1
@@ -78,17 +89,82 @@ class OptimizerSource:
                 found.append(f"{self._groups_name}/{n}: the same parameters in another order")
         return found or self._misfits(saved[self._state_name])
 
+    def wishes(self, saved: Mapping[str, Section]) -> Mapping[str, Wish]:
+        """See `walk.Source`: what has its parameter's shape is divided as its parameter is."""
+        section = saved.get(self._state_name)
+        if section is None:
+            return {}
+        like: dict[int, Leaf] = {}
+        for parameter, names in self._parameters():
+            if parameter in self._naming.cut:
+                continue  # a range of FSDP1: it is taken up by its own kind alone
+            live: Leaf | None = None
+            for node in section.tree.get(names[0], {}).values():
+                leaf = section.leaves[node.leaf] if isinstance(node, Ref) else None
+                if leaf is not None and leaf.whole_shape == tuple(parameter.shape) and (leaf.shape or leaf.placements):
+                    live = live or self._leaf(parameter, names[0])
+                    like[node.leaf] = live
+        return {self._state_name: Wish(like, by_leaf=True), self._groups_name: Wish()}
+
+    def _leaf(self, parameter: Tensor, fqn: str) -> Leaf:
+        collector = Collector(self._state_name)
+        same = not self._own or parameter in self._naming.replicated
+        collector.tensor(f"{self._state_name}/{fqn}", parameter, replicated=same, per_rank=not same)
+        return collector.leaves[0]
+
+    def fitting(self, saved: Mapping[str, Section], refused: Mapping[str, str]) -> Fitting:
+        """See `walk.Source`. A parameter's state is taken whole or not at all."""
+        section, groups = saved.get(self._state_name), saved.get(self._groups_name)
+        if section is None or groups is None:
+            return Fitting(missing=[name for name in self.names() if name not in saved])
+        mine, theirs = self._group_names(self._parameters()), [group["params"] for group in groups.tree]
+        live, there = {fqn for names in mine for fqn in names}, {fqn for names in theirs for fqn in names}
+        made = Fitting(
+            missing=[f"{self._state_name}/{fqn}" for fqn in sorted(live - there)],
+            left_over=[f"{self._state_name}/{fqn}" for fqn in sorted(there - live)],
+        )
+        kept: dict[str, Any] = {}
+        for _, names in self._parameters():
+            entries = {fqn: section.tree[fqn] for fqn in names if fqn in section.tree}
+            wrong = self._refusals(entries, section, refused) or self._misfits(
+                Section(self._state_name, entries, section.leaves)
+            )
+            made.differing.extend(wrong)
+            kept |= {} if wrong else entries
+        made.taken[self._state_name] = Section(self._state_name, kept, section.leaves)
+        if len(mine) == len(theirs):
+            unfit = set(section.tree) - set(kept)
+            tree = [g | {"params": [fqn for fqn in g["params"] if fqn not in unfit]} for g in groups.tree]
+            made.taken[self._groups_name] = Section(groups.name, tree, groups.leaves, groups.per_rank)
+        else:
+            made.differing.append(f"{self._groups_name}: saved with {len(theirs)} groups, here are {len(mine)}")
+        return made
+
+    def _refusals(self, entries: Mapping[str, Any], section: Section, refused: Mapping[str, str]) -> list[str]:
+        numbers = [n for entry in entries.values() for node in entry.values() for n in leaves_of(node) or ()]
+        return [refused[section.leaves[n].path] for n in numbers if section.leaves[n].path in refused]
+
+    def attempt(self, saved: Mapping[str, Section], payload: Payload) -> Undo:
+        """See `walk.Source`: nothing here can refuse what fits."""
+        del saved, payload
+        return lambda: None
+
     def restore(self, saved: Mapping[str, Section], payload: Payload) -> None:
-        """See `walk.Source`."""
-        section = saved[self._state_name]
+        """See `walk.Source`. The state of a parameter that was saved without any is taken away (CL-09)."""
+        section, groups = saved[self._state_name], saved.get(self._groups_name)
+        known = set() if groups is None else {fqn for group in groups.tree for fqn in group["params"]}
         with torch.no_grad():
-            for parameter, fqn in self._parameters():
-                entry = section.tree.get(fqn)
-                if entry is None:
-                    self._optimizer.state.pop(parameter, None)
+            for parameter, names in self._parameters():
+                cut = self._naming.cut.get(parameter)
+                if names[0] not in section.tree:
+                    if names[0] in known:
+                        self._optimizer.state.pop(parameter, None)
+                elif cut is not None:
+                    self._restore_cut(parameter, cut, section, payload)
                 else:
-                    self._restore_one(parameter, entry, section, payload)
-            self._restore_groups(saved[self._groups_name], payload)
+                    self._restore_one(parameter, section.tree[names[0]], section, payload)
+            if groups is not None:
+                self._restore_groups(groups, payload)
 
     def future_bytes(self) -> tuple[int, int]:
         """See `walk.Source`."""
@@ -99,13 +175,17 @@ class OptimizerSource:
             for parameter in group["params"]:
                 if not self._optimizer.state.get(parameter):
                     local = local_of(parameter)
-                    payload += state_bytes(tensors, local.numel() * local.element_size())
-                    leaves += tensors + _SCALAR_LEAVES
+                    cut = self._naming.cut.get(parameter)
+                    parts = sum(max(1, len(each.pieces)) for each in cut.ranged) if cut else 1
+                    payload += state_bytes(tensors, local.numel() * local.element_size()) + parts * tensors * ALIGNMENT
+                    leaves += (tensors + _SCALAR_LEAVES) * parts
         return payload, leaves
 
-    def _parameters(self) -> list[tuple[Tensor, str]]:
+    def _parameters(self) -> list[tuple[Tensor, tuple[str, ...]]]:
+        """All parameters with their names: one, or under FSDP1 those of all that a flat parameter is made of."""
+        cut = self._naming.cut
         return [
-            (parameter, self._known.get(parameter) or f"group{n}.{k}")
+            (parameter, cut[parameter].names if parameter in cut else (self._known.get(parameter) or f"group{n}.{k}",))
             for n, group in enumerate(self._optimizer.param_groups)
             for k, parameter in enumerate(group["params"])
         ]
@@ -116,19 +196,25 @@ class OptimizerSource:
         self._plain = True
         named = self._parameters()
         self._names = self._group_names(named)
-        for parameter, fqn in named:
+        for parameter, names in named:
             if parameter not in state:
                 continue
+            cut = self._naming.cut.get(parameter)
             same = not self._own or parameter in self._naming.replicated
-            entry: dict[str, Any] = {}
+            tree |= {name: dict[str, Any]() for name in names}
             for key, value in state[parameter].items():
-                entry[key] = self._value(collector, f"{self._state_name}/{fqn}/{key}", parameter, value, same)
+                for n, name in enumerate(names):
+                    path = f"{self._state_name}/{name}/{key}"
+                    tree[name][key] = (
+                        self._value(collector, path, parameter, value, same)
+                        if cut is None
+                        else self._cut_value(collector, path, cut, n, value)
+                    )
                 watch.place(state[parameter], key, value)
                 if isinstance(value, Tensor):
-                    watch.tensor(value, collector.local)
+                    watch.tensor(value, collector.local if cut is None else value.detach())
                 else:
                     self._plain = False
-            tree[fqn] = entry
         self._refuse_others(named)
         _watch(watch, self._optimizer)
         self._watch = watch
@@ -143,7 +229,24 @@ class OptimizerSource:
         same, late = same or counter, bool(self.gated)
         return collector.tensor(path, value, replicated=same, per_rank=not same, late=late)
 
-    def _refuse_others(self, named: list[tuple[Tensor, str]]) -> None:
+    def _cut_value(self, collector: Collector, path: str, cut: Cut, n: int, value: Any) -> Any:
+        """A value beside a flat parameter, as far as it is its n-th parameter's."""
+        if not isinstance(value, Tensor):
+            collector.replicated, collector.per_rank = cut.everywhere, not cut.everywhere
+            return collector.node(path, value)
+        if value.dim() == 0:  # a counter: alike on all ranks that hold a part of the parameter, which not all need do
+            return collector.tensor(path, value, replicated=cut.everywhere, per_rank=False, late=bool(self.gated))
+        views = _beside(cut, n, value)
+        if views is None:
+            raise TypeError(
+                f"{path} has the shape {list(value.shape)} beside an FSDP1 parameter whose part here has "
+                f"{_size(cut)} elements: what it stands for cannot be told. Use fully_shard (FSDP2) instead."
+            )
+        return collector.pieces(
+            path, views, cut.ranged[n].shape, value.dtype, replicated=cut.everywhere, late=bool(self.gated)
+        )
+
+    def _refuse_others(self, named: list[tuple[Tensor, tuple[str, ...]]]) -> None:
         known = {id(parameter) for parameter, _ in named}
         for key in self._optimizer.state:
             if id(key) not in known:
@@ -153,21 +256,28 @@ class OptimizerSource:
                     "state by parameter; keep other state in an object with state_dict and load_state_dict."
                 )
 
-    def _group_names(self, named: list[tuple[Tensor, str]]) -> list[list[str]]:
-        names = iter([fqn for _, fqn in named])
-        return [[next(names) for _ in group["params"]] for group in self._optimizer.param_groups]
+    def _group_names(self, named: list[tuple[Tensor, tuple[str, ...]]]) -> list[list[str]]:
+        names = iter([each for _, each in named])
+        return [[name for _ in group["params"] for name in next(names)] for group in self._optimizer.param_groups]
 
     def _misfits(self, section: Section) -> list[str]:
         found: list[str] = []
-        for parameter, fqn in self._parameters():
+        for parameter, names in self._parameters():
+            cut = self._naming.cut.get(parameter)
+            if cut is not None:
+                found += _cut_misfits(self._state_name, cut, section)
+                continue
+            fqn = names[0]
             for key, node in section.tree.get(fqn, {}).items():
+                if isinstance(node, Pieces):
+                    found.append(f"{self._state_name}/{fqn}/{key} was saved as ranges of FSDP1; DCP reshards")
                 live = self._optimizer.state.get(parameter, {}).get(key)
                 leaf = section.leaves[node.leaf] if isinstance(node, Ref) else None
-                if leaf is not None and leaf.placements and not _shaped_as(leaf, parameter):
+                if leaf is not None and leaf.placements and not shaped_as(leaf, parameter):
                     found += differences(leaf, parameter)
                 elif leaf is not None and isinstance(live, Tensor) and leaf.kind != "tensor":
                     found.append(f"{leaf.path} was saved as a numpy {leaf.kind} and is a tensor")
-        known = {fqn for _, fqn in self._parameters()}
+        known = {fqn for _, names in self._parameters() for fqn in names}
         return found + [
             f"{self._state_name}/{fqn} was saved and is not here" for fqn in section.tree if fqn not in known
         ]
@@ -181,11 +291,33 @@ class OptimizerSource:
                 made[key] = value_of(node, section.leaves, payload)
                 continue
             held = live.get(key)
-            if isinstance(held, Tensor) and _takes(held, leaf):
+            if isinstance(held, Tensor) and takes(held, leaf):
                 local_of(held).copy_(stored(leaf, payload))
                 made[key] = held
             else:
-                made[key] = _made(leaf, parameter, payload)
+                made[key] = made_beside(leaf, parameter, payload)
+        self._optimizer.state[parameter] = made
+
+    def _restore_cut(self, parameter: Tensor, cut: Cut, section: Section, payload: Payload) -> None:
+        """Write what lies beside a flat parameter, or a range of one; padding keeps what it holds, zero where new."""
+        live, made = self._optimizer.state.get(parameter, {}), dict[str, Any]()
+        alike = cut.flat.part() if cut.whole else local_of(parameter)
+        for key, first in section.tree[cut.names[0]].items():
+            held = live.get(key)
+            if not isinstance(first, Pieces):
+                leaf = section.leaves[first.leaf] if isinstance(first, Ref) else None
+                if leaf is not None and leaf.kind == "tensor":
+                    taken = isinstance(held, Tensor) and takes(held, leaf)
+                    made[key] = held.copy_(stored(leaf, payload)) if taken else fresh(leaf, payload)
+                else:
+                    made[key] = value_of(first, section.leaves, payload)
+                continue
+            dtype = getattr(torch, first.dtype)
+            fits = isinstance(held, Tensor) and (held.dtype, tuple(held.shape)) == (dtype, tuple(alike.shape))
+            beside = held if fits else torch.zeros_like(alike, dtype=dtype)
+            for n, name in enumerate(cut.names):
+                copy_pieces(_beside(cut, n, beside) or [], section.tree[name][key], section, payload)
+            made[key] = beside
         self._optimizer.state[parameter] = made
 
     def _restore_groups(self, section: Section, payload: Payload) -> None:
@@ -195,80 +327,41 @@ class OptimizerSource:
                     continue
                 held = live.get(key)
                 leaf = section.leaves[child.leaf] if isinstance(child, Ref) else None
-                if leaf is not None and isinstance(held, Tensor) and _takes(held, leaf):
+                if leaf is not None and isinstance(held, Tensor) and takes(held, leaf):
                     held.copy_(stored(leaf, payload))
                 else:
                     live[key] = value_of(child, section.leaves, payload)
 
 
-class Groups:
-    """The values of an optimizer's parameter groups, with names for its parameters, which come first."""
-
-    def __init__(self, name: str, *, own: bool) -> None:
-        self._name, self._own = name, own
-        self._long = Reading(name, replicated=not own, per_rank=own)
-        self._names: list[list[str]] = []
-        self._known: list[_Group] = []
-        self._texts: list[str | None] = []
-        self._part: Part | None = None
-
-    def part(self, groups: list[dict[str, Any]], names: list[list[str]]) -> Part:
-        """Read the groups anew; `names` are another object whenever they were looked up again."""
-        if names is not self._names:
-            self._names, self._known, self._part = names, [_Group(each) for each in names], None
-        texts = [known.text(group) for known, group in zip(self._known, groups, strict=True)]
-        if None in texts:
-            self._part = None
-            plain_values = ({k: v for k, v in group.items() if k != "params"} for group in groups)
-            return self._long.part([{"params": n, **v} for n, v in zip(names, plain_values, strict=True)])
-        if self._part is None or texts != self._texts:
-            tree = [known.tree() for known in self._known]
-            self._texts = texts
-            self._part = Part(Section(self._name, tree, (), self._own, f"[{','.join(map(str, texts))}]"), ())
-        return self._part
+def _size(cut: Cut) -> int:
+    return cut.flat.part().numel() if cut.whole else cut.ranged[0].count
 
 
-_SCALARS = frozenset({type(None), bool, int, float, str})
+def _beside(cut: Cut, n: int, value: Tensor) -> list[tuple[Rectangle, Tensor]] | None:
+    """Return the rectangles of the n-th parameter in a tensor beside its flat one; None where it has another shape."""
+    ranged = cut.ranged[n]
+    if not cut.whole:
+        return ranged.beside(value)
+    if tuple(value.shape) != tuple(cut.flat.part().shape) or not value.is_contiguous():
+        return None
+    return [(piece.rectangle, piece.of(value)) for piece in ranged.pieces]
 
 
-class _Group:
-    """One group as JSON. A value that cannot change is printed again only when another object has taken its place."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = plain(names)
-        self._keys: list[str] = []
-        self._given: list[Any] = []
-        self._frozen: list[bool] = []
-        self._nodes: list[Node] = []
-        self._texts: list[str] = []
-
-    def text(self, group: Mapping[str, Any]) -> str | None:
-        """Return the JSON of `group`; None where it holds what only the long way can tell."""
-        keys, given, frozen = [*group], self._given, self._frozen
-        if keys != self._keys:
-            self._keys, given, frozen = keys, [None] * len(keys), [False] * len(keys)
-            self._given, self._frozen, self._nodes, self._texts = given, frozen, [None] * len(keys), [""] * len(keys)
-        for n, value in enumerate(group.values()):
-            if (value is not given[n] or not frozen[n]) and keys[n] != "params" and not self._put(n, value):
-                frozen[n] = False
-                return None
-        return None if self._names is None else f'{{"params":{self._names.text}{"".join(self._texts)}}}'
-
-    def tree(self) -> Node:
-        """Return the group that was printed last."""
-        names = self._names.value if self._names is not None else []
-        values = zip(self._keys, self._nodes, strict=True)
-        return {"params": names} | {key: node for key, node in values if key != "params"}
-
-    def _put(self, n: int, value: Any) -> bool:
-        frozen = type(value) in _SCALARS or (type(value) is tuple and all(type(x) in _SCALARS for x in value))
-        made = plain({self._keys[n]: None if frozen else value})
-        if made is None:
-            return False
-        text = f"{made.text[1:-5]}{printed(value)}" if frozen else made.text[1:-1]
-        node = value if frozen else made.value[self._keys[n]]
-        self._given[n], self._frozen[n], self._nodes[n], self._texts[n] = value, frozen, node, f",{text}"
-        return True
+def _cut_misfits(where: str, cut: Cut, section: Section) -> list[str]:
+    """Say what of the saved state does not fit beside a flat parameter, or a range of one."""
+    saved = [name for name in cut.names if name in section.tree]
+    if saved and len(saved) != len(cut.names):
+        return [f"{where}: the saved state has {saved[0]} and not {cut.names[-1]}, which are one parameter here"]
+    found: list[str] = []
+    for name, ranged in zip(cut.names, cut.ranged, strict=True):
+        for key, node in section.tree.get(name, {}).items():
+            leaf = section.leaves[node.leaf] if isinstance(node, Ref) else None
+            if isinstance(node, Pieces):
+                dtype = getattr(torch, node.dtype)  # an optimizer's own: made anew where it differs
+                found += cuts_differ(f"{where}/{name}/{key}", node, section, ranged, dtype)
+            elif leaf is not None and leaf.kind == "tensor" and leaf.whole_shape:
+                found.append(f"{leaf.path} was saved as one tensor and is a range of FSDP1 here; DCP reshards")
+    return found
 
 
 def _watch(watch: Watch, optimizer: torch.optim.Optimizer) -> None:
@@ -291,26 +384,3 @@ def gated(optimizer: torch.optim.Optimizer) -> frozenset[Tensor]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     stepped_in_backward = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
     return frozenset() if stepped_in_backward else frozenset(parameters)
-
-
-def _shaped_as(leaf: Leaf, parameter: Tensor) -> bool:
-    return tuple(parameter.shape) == leaf.whole_shape and tuple(local_of(parameter).shape) == leaf.shape
-
-
-def _takes(held: Tensor, leaf: Leaf) -> bool:
-    """True where a live tensor can take the bytes in place: same kind, shape, dtype and kind of device."""
-    local = local_of(held)
-    alike = isinstance(held, DTensor) == bool(leaf.placements) and local.device.type == leaf.device
-    return alike and not differences(leaf, held)
-
-
-def _made(leaf: Leaf, parameter: Tensor, payload: Payload) -> Tensor:
-    """A new state tensor: beside its parameter where it lived on that kind of device; sharded as its parameter is."""
-    beside = local_of(parameter).device
-    local = fresh(leaf, payload, beside if beside.type == leaf.device else None)
-    if not leaf.placements or not isinstance(parameter, DTensor):
-        return local
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )

@@ -7,7 +7,7 @@ files that we write are removed: a directory that holds anything else stays, wit
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from everstep.checkpoint.core import names
 from everstep.checkpoint.core.manifest import FileFact, Fragment, Manifest, checksum, merge
@@ -17,9 +17,16 @@ from everstep.errors import CheckpointError, DamagedCheckpoint
 Describe = Callable[[Manifest], bytes]
 
 
-def publish(files: FileOps, directory: str, folder: str, fragments: Iterable[Fragment], describe: Describe) -> Manifest:
+def publish(
+    files: FileOps,
+    directory: str,
+    folder: str,
+    fragments: Iterable[Fragment],
+    describe: Describe,
+    metrics: Mapping[str, float] | None = None,
+) -> Manifest:
     """Merge, and make `folder` the checkpoint of its step in `directory`. Again after a merger's death: no harm."""
-    manifest = merge(fragments)
+    manifest = merge(fragments).with_metrics(metrics or {})
     metadata = describe(manifest)
     manifest = manifest.with_file(names.METADATA, FileFact(len(metadata), checksum(metadata)))
     content = manifest.to_bytes()
@@ -110,14 +117,22 @@ def remove(files: FileOps, path: str) -> list[str]:
 def read_manifest(path: str) -> Manifest:
     """Read the manifest of the checkpoint at `path`. Raises DamagedCheckpoint that names the file and the reason."""
     where = os.path.join(path, names.MANIFEST)
-    try:
+
+    def content() -> bytes:
         with open(where, "rb") as file:
-            manifest = Manifest.from_bytes(file.read())
+            return file.read()
+
+    return parsed(where, content, names.step_of(os.path.basename(path.rstrip("/"))))
+
+
+def parsed(where: str, content: Callable[[], bytes], step: int | None) -> Manifest:
+    """Return the manifest that `content` reads at `where`; DamagedCheckpoint where it is none, or of another step."""
+    try:
+        manifest = Manifest.from_bytes(content())
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{where}: {error}") from error
     except OSError as error:
         raise DamagedCheckpoint(f"{where}: {error.strerror or error}") from error
-    step = names.step_of(os.path.basename(path.rstrip("/")))
     if step is not None and step != manifest.step:
         raise DamagedCheckpoint(f"{where}: it is of step {manifest.step}, not {step}; a directory was renamed")
     return manifest

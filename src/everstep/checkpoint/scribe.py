@@ -4,11 +4,12 @@ One thing at a time, in the order asked; a full or broken disk is an answer, nev
 knows DCP's metadata gives `describe`.
 
     write {save, folder, …} + snapshot      → written {save, bytes, seconds} + fragment  | refused {save, text}
+                                              moving {save}, every `tell_s` while the storage takes something
     fragment {save, rank} + fragment        (kept for the merge)
-    merge {save, folder}                    → published {save, step, bytes, seconds}     | refused {save, text}
+    merge {save, folder, metrics}           → published {save, step, bytes, seconds}     | refused {save, text}
     discard {folder}                        → discarded {folder, text}
     prune {condemn, remove}                 → pruned {condemned, removed, text}
-    keep                                    (holds the descriptor that came: the job's lock)
+    keep {lock}                             (holds the job's lock too, as long as this process lives)
 """
 
 import errno
@@ -17,12 +18,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import xxhash
+
 from everstep.checkpoint.core import names, segment
 from everstep.checkpoint.core.layout import Layout
 from everstep.checkpoint.core.manifest import Fragment
+from everstep.checkpoint.directory import share
 from everstep.checkpoint.fileops import FileOps
-from everstep.checkpoint.publish import Describe, condemn, publish, remove
+from everstep.checkpoint.pace import Paced
+from everstep.checkpoint.publish import Describe
 from everstep.checkpoint.shards import Target, write_shard
+from everstep.checkpoint.storage.opening import is_url, open_storage
 from everstep.clock import SYSTEM, Clock
 from everstep.errors import CheckpointError, EverstepError
 from everstep.recovery.link import Link, LinkClosed
@@ -31,8 +37,8 @@ SEAL_DEADLINE_S = 30.0
 SEAL_POLL_S = 0.005
 
 _MENDS = {
-    errno.ENOSPC: "free space there, or keep fewer checkpoints",
-    errno.EDQUOT: "the quota is used up: free space there, or keep fewer checkpoints",
+    errno.ENOSPC: "free space there, keep fewer checkpoints, or give another --checkpoint-dir",
+    errno.EDQUOT: "the quota is used up: free space there, keep fewer checkpoints, or give another --checkpoint-dir",
     errno.EROFS: "the file system is read-only: mount it for writing, or give another --checkpoint-dir",
     errno.EIO: "the device reports an error: look at the kernel's log before trusting it again",
     errno.EACCES: "give this user the right to write there",
@@ -40,27 +46,33 @@ _MENDS = {
 
 
 class Scribe:
-    """Serves one rank. `files` is its only way to the disk; `training` says with what versions the job trains."""
+    """Serves one rank. `files`: its only way to a disk, or None: the machine's own, or a store's.
+
+    `training` says with what versions the job trains.
+    """
 
     def __init__(
         self,
         link: Link,
         directory: str,
         rank: int,
-        files: FileOps,
+        files: FileOps | None,
         describe: Describe,
         training: Mapping[str, str],
         clock: Clock = SYSTEM,
     ) -> None:
         self._link = link
-        self._directory = directory
+        self._storage = open_storage(directory, files)
+        self._directory = self._storage.directory
         self._rank = rank
-        self._files = files
+        self._files = Paced(self._storage.files, self._moved, clock, syncs=not is_url(self._directory))
         self._describe = describe
         self._training = dict(training)
         self._clock = clock
         self._fragments: dict[str, dict[int, Fragment]] = {}
-        self._kept: list[int] = []
+        self._lock: tuple[str, int] | None = None  # the job's owner file, and our hold on it
+        self._telling: tuple[str, float] | None = None  # of which save, how often
+        self._told_s = 0.0
 
     def serve(self) -> None:
         """Answer until the line closes."""
@@ -89,19 +101,28 @@ class Scribe:
     def _say(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         self._link.send(message, fds)
 
-    def _path(self, folder: str) -> str:
+    def _named(self, folder: str) -> str:
         if names.staging_of(folder) is None and names.step_of(folder) is None:
             raise ValueError(f"{folder!r} is not the name of a checkpoint")
-        return os.path.join(self._directory, folder)
+        return folder
+
+    def _moved(self) -> None:
+        """The storage has taken something: say so, if that is wanted and was not said just now."""
+        now = self._clock.now()
+        if self._telling is not None and now - self._told_s >= self._telling[1]:
+            self._told_s = now
+            self._say({"kind": "moving", "save": self._telling[0]})
 
     def _write(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
-        begun = self._clock.now()
+        begun = self._told_s = self._clock.now()
+        self._check_place()
+        self._telling = (message["save"], message["tell_s"]) if "tell_s" in message else None
         target = Target(
             message["save"], message["step"], message["epoch"], message["generation"], message["world_size"],
-            self._path(message["folder"]),
+            self._storage.folder(self._named(message["folder"])),
         )  # fmt: skip
         # Not closed by hand: the traceback of a failed write holds slices of it, and closing would raise over it.
-        fragment = self._write_from(memoryview(mmap.mmap(fds[0], 0, prot=mmap.PROT_READ)), target)
+        fragment = self._write_from(memoryview(mmap.mmap(fds[0], 0)), target)
         body = fragment.to_bytes()
         fd = os.memfd_create("everstep-fragment", os.MFD_CLOEXEC)
         try:
@@ -123,6 +144,8 @@ class Scribe:
             )
         if _header(buffer, target, self._rank) != header:
             raise CheckpointError(f"the snapshot of step {target.step} was overwritten while it was being written")
+        with buffer[start : start + header.payload_bytes] as payload:
+            segment.put_checksum(buffer, header.sequence, xxhash.xxh3_64_intdigest(payload))
         return fragment
 
     def _sealed(self, buffer: memoryview, target: Target) -> segment.Header:
@@ -139,11 +162,11 @@ class Scribe:
 
     def _merge(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
         begun = self._clock.now()
+        self._check_place()
         fragments = self._fragments.pop(message["save"], {})
         self._fragments.clear()  # of saves that never came to a merge
-        manifest = publish(
-            self._files, self._directory, self._path(message["folder"]), fragments.values(), self._describe
-        )
+        folder = self._named(message["folder"])
+        manifest = self._storage.publish(folder, fragments.values(), self._describe, message.get("metrics"))
         answer = {"kind": "published", "save": message["save"], "step": manifest.step, "bytes": manifest.total_bytes}
         self._say(answer | {"seconds": self._clock.now() - begun})
 
@@ -154,8 +177,7 @@ class Scribe:
     def _gone(self, folder: str) -> str:
         """Remove a directory of ours; return why it is still there, or nothing."""
         try:
-            strange = remove(self._files, self._path(folder))
-            self._files.fsync_dir(self._directory)
+            strange = self._storage.remove(self._named(folder))
         except FileNotFoundError:
             return ""  # another writer was faster
         except OSError as error:
@@ -166,7 +188,7 @@ class Scribe:
         wrong: list[str] = []
         for folder in message["condemn"]:
             try:
-                condemn(self._files, self._path(folder))
+                self._storage.condemn(self._named(folder))
             except FileNotFoundError:
                 continue  # removed by hand meanwhile
             except OSError as error:
@@ -175,8 +197,32 @@ class Scribe:
         answer = {"kind": "pruned", "condemned": message["condemn"], "removed": message["remove"]}
         self._say(answer | {"text": "; ".join(wrong)})
 
+    def close(self) -> None:
+        """Let go of the job's lock; a writer's end does so too."""
+        if self._lock is not None and self._lock[1] >= 0:
+            os.close(self._lock[1])
+        self._lock = None
+
     def _keep(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
-        self._kept += [os.dup(fd) for fd in fds]
+        try:
+            self._lock = message["lock"], share(message["lock"])
+        except OSError:  # it is gone already: the first save says so
+            self._lock = message["lock"], -1
+
+    def _check_place(self) -> None:
+        """Refuse to write where the job's owner file is not: below a mount that went away lies another directory."""
+        if self._lock is None:
+            return
+        path, held = self._lock
+        try:
+            same = held >= 0 and os.path.samestat(os.stat(path), os.fstat(held))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise CheckpointError(
+                f"{self._directory} is not the directory that this job began with: its owner file is gone. A mount "
+                "went away, or somebody cleared it; bring it back, or start the job again"
+            )
 
 
 def _header(buffer: memoryview, target: Target, rank: int) -> segment.Header:
@@ -199,4 +245,4 @@ def told(error: Exception) -> str:
     name = f"{error.filename}: " if error.filename else ""
     code = errno.errorcode.get(error.errno, str(error.errno))
     mend = _MENDS.get(error.errno)
-    return f"{name}{os.strerror(error.errno)} ({code})" + (f"; {mend}" if mend else "")
+    return f"{name}{error.strerror or os.strerror(error.errno)} ({code})" + (f"; {mend}" if mend else "")

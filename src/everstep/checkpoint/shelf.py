@@ -7,8 +7,13 @@ Rule 4: memory is judged before it is allocated, in full, in slices that keep th
 Rule 5: a buffer that a slower tier holds stays as it is until it releases it, whatever becomes of its worker. What a
     worker kept for a tier that did not take it before the generation ended is free again.
 
+Rule 6: where a world goes on from one of another size, the buffers that it began from are kept, and handed to all of
+    its ranks for reading, until every rank has sealed a snapshot of its own (docs/adr/0014). Then what belonged to
+    ranks that are no more is let go.
+
 Messages from a worker: `attach` (its state needs so many bytes; it has these sets mapped), `hold`, `outgrown`,
-`damaged`. To a worker: `buffers` with descriptors, `refused`, `released`. Without torch and numpy.
+`damaged`, `open` (for reading, what this generation began from), `settled` (it has sealed a snapshot of its own). To a
+worker: `buffers` and `opened` with descriptors, `refused`, `released`. Without torch and numpy.
 """
 
 from collections import defaultdict
@@ -51,6 +56,7 @@ class Shelf:
     """
 
     prefix = "snapshot"
+    _unable: frozenset[str] = frozenset()  # see `plan.choose`
 
     def __init__(
         self,
@@ -69,10 +75,13 @@ class Shelf:
         self._next_set = 0
         self._held: defaultdict[int, set[int]] = defaultdict(set)  # by a slower tier, here
         self._offered: defaultdict[int, set[int]] = defaultdict(set)  # kept by its worker for one that has not come yet
+        self._newest_hold: dict[tuple[int, int], int] = {}  # of a rank and buffer: the last that we have heard of
         self._asks: list[_Ask] = []
         self._branches: list[Branch] = []
         self._struck: set[tuple[int, int]] = set()
         self._struck_older: set[tuple[str, int]] = set()
+        self._begun_from: dict[int, int] = {}  # by a world of another size: rank → buffer, of the world that saved
+        self._unsettled: set[int] = set()  # ranks that have no snapshot of their own since
         self._told: int | None = None
         self._host_given: Host | None = None
         self.plan: Plan | None = None
@@ -98,12 +107,20 @@ class Shelf:
         if buffer in self.held(rank):
             self._held[rank].discard(buffer)
             self._offered[rank].discard(buffer)
-            self._host.send(rank, {"kind": "snapshot.released", "buffer": buffer})
+            if buffer in self.held(rank):
+                return  # another reads it still
+            self._send_released(rank, buffer)
             self._forget_retired()
+
+    def _send_released(self, rank: int, buffer: int) -> None:
+        """Say with it how much we have heard: the worker may keep the buffer anew meanwhile."""
+        heard = self._newest_hold.get((rank, buffer), 0)
+        self._host.send(rank, {"kind": "snapshot.released", "buffer": buffer, "hold": heard})
 
     def held(self, rank: int) -> frozenset[int]:
         """Return the buffers of a rank that are held."""
-        return frozenset(self._held[rank] | self._offered[rank])
+        begun_from = {self._begun_from[rank]} if rank in self._begun_from else set[int]()
+        return frozenset(self._held[rank] | self._offered[rank] | begun_from)
 
     @property
     def bytes(self) -> int:
@@ -124,15 +141,20 @@ class Shelf:
                 self._attach(_Ask(rank, message["ask"], frozenset(message["have"])), message["bytes"])
             case "snapshot.hold":
                 self._offered[rank].add(message["buffer"])
+                self._newest_hold[rank, int(message["buffer"])] = int(message["hold"])
             case "snapshot.outgrown":
                 for number in self._sets.keys() & message["sets"]:
                     self._sets[number].retired = True
                 self._forget_retired()
             case "snapshot.damaged":
-                self._strike(rank, message)
+                self._strike(int(message.get("of", rank)), message)
+            case "snapshot.open":
+                self._open(rank, message["ask"])
+            case "snapshot.settled":
+                self._settled(rank)
             case other:
                 raise ProtocolError(f"rank {rank} sent {other!r} to the memory tier; it knows attach, hold, outgrown, "
-                                    "damaged. Worker and agent are of different versions.")  # fmt: skip
+                                    "damaged, open, settled. Worker and agent are of different versions.")  # fmt: skip
 
     def on_child_message(self, child: Child, message: Message, fds: Sequence[int]) -> None:
         """See `Companion.on_child_message`: the memory tier has no helpers."""
@@ -151,19 +173,22 @@ class Shelf:
         self._offered.clear()  # whoever offered them has unwound; what a tier took from it is held
         self._forget_retired()
         older = [c for c in (self.older() if self.older else ()) if (c.tier, c.step) not in self._struck_older]
-        plan = choose(roster.world_size, self.sealed(), self._branches, older, frozenset(self._struck))
+        plan = choose(roster.world_size, self.sealed(), self._branches, older, frozenset(self._struck), self._unable)
         for rank, buffer in plan.void:
             if buffer not in self.held(rank):  # a reader of it keeps it; its lineage keeps it out of every plan
-                self._segment(rank, buffer).void()
+                self._void(rank, buffer)
         self._struck.clear()
+        other = plan.tier == MEMORY and plan.saved_by != roster.world_size
+        self._begun_from = dict(plan.sources) if other else {}
+        self._unsettled = set(range(roster.world_size)) if other else set()
+        if plan.tier == MEMORY and not other:
+            self._let_go_of_the_lost(roster.world_size)
         self._branches.append(Branch(roster.epoch, roster.generation, plan.parent))
         self.plan = plan
         lineage = [roster.epoch, roster.generation, plan.parent]
-        return {
-            rank: {"restore": _source(plan, rank), "lineage": lineage, "held": sorted(self.held(rank)),
-                   "reason": plan.reason}
-            for rank in range(roster.world_size)
-        }  # fmt: skip
+        told = {"lineage": lineage, "reason": plan.reason, "unfit": plan.unfit}
+        size = roster.world_size
+        return {r: {**told, "restore": _source(plan, r, size), "held": sorted(self.held(r))} for r in range(size)}
 
     def on_tick(self, now: float) -> None:
         """See `Companion.on_tick`: goes on with allocations."""
@@ -209,8 +234,35 @@ class Shelf:
                 return each.segments[buffer]
         raise ProtocolError(f"rank {rank} has no snapshot buffer {buffer}; it was released, or never was.")
 
+    def _void(self, rank: int, buffer: int) -> None:
+        self._segment(rank, buffer).void()
+
     def _of(self, rank: int) -> list[SegmentSet]:
         return [each for each in self._sets.values() if each.rank == rank]
+
+    def _open(self, rank: int, ask: int) -> None:
+        """Hand out, for reading, what this generation began from."""
+        ranks = sorted(self._begun_from)
+        fds = [self.fd(source, self._begun_from[source]) for source in ranks]
+        body = {"kind": "snapshot.opened", "ask": ask, "ranks": ranks, "buffers": [self._begun_from[r] for r in ranks]}
+        self._host.send(rank, body, fds)
+
+    def _settled(self, rank: int) -> None:
+        """A rank has sealed a snapshot of this world. When all have, the other world's are needed no more."""
+        self._unsettled.discard(rank)
+        if self._unsettled or not self._begun_from:
+            return
+        begun_from, self._begun_from = self._begun_from, {}
+        for source, buffer in begun_from.items():
+            if source < self._host.world_size and buffer not in self.held(source):
+                self._send_released(source, buffer)
+        self._let_go_of_the_lost(self._host.world_size)
+
+    def _let_go_of_the_lost(self, world_size: int) -> None:
+        """Ranks that are no more leave nothing that is needed."""
+        for each in self._sets.values():
+            each.retired = each.retired or each.rank >= world_size
+        self._forget_retired()
 
     def _attach(self, ask: _Ask, needed: int) -> None:
         mine = self._of(ask.rank)
@@ -297,9 +349,11 @@ class Shelf:
                 each.close()
 
 
-def _source(plan: Plan, rank: int) -> dict[str, Any] | None:
+def _source(plan: Plan, rank: int, world_size: int) -> dict[str, Any] | None:
     if plan.step is None:
         return None
+    if plan.committed is None and len(plan.sources) != world_size:
+        return {"step": plan.step, "tier": MEMORY, "saved_by": len(plan.sources)}
     if plan.committed is None:
         return {"step": plan.step, "tier": MEMORY, "buffer": plan.sources[rank]}
     return {"step": plan.step, "tier": plan.tier, **plan.committed.where}

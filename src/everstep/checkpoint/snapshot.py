@@ -25,11 +25,12 @@ from everstep.checkpoint.buffers import Buffer, BufferSet
 from everstep.checkpoint.core.layout import Layout, Leaf
 from everstep.checkpoint.core.plan import MEMORY
 from everstep.checkpoint.core.rotation import Slot, choose, grants
-from everstep.checkpoint.core.segment import HEADER_BYTES, Header, needed_bytes, seal, unseal, write
+from everstep.checkpoint.core.segment import HEADER_BYTES, Header, needed_bytes, seal, unseal, wound, write
+from everstep.checkpoint.others import Others, Unreadable
 from everstep.checkpoint.staging import Copy, DeviceStager, HostStager, Stager
-from everstep.checkpoint.walk import StateWalk
+from everstep.checkpoint.walk import NOTHING, StateWalk
 from everstep.clock import SYSTEM, Clock
-from everstep.errors import DamagedCheckpoint, MemoryShortage, ProtocolError
+from everstep.errors import CheckpointError, DamagedCheckpoint, MemoryShortage, ProtocolError
 
 Message = Mapping[str, Any]
 Send = Callable[[Message], None]
@@ -47,6 +48,7 @@ class Taken:
     bytes: int
     seconds: float
     held: bool = False
+    sequence: int = 0  # what the buffer holds until it is taken for another snapshot; see `keep`
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,13 @@ class Snapshotter:
         self._sets: dict[int, BufferSet] = {}
         self._lock = threading.Lock()
         self._held: frozenset[int] = frozenset()
+        self._holds = 0  # so many holds were told to the agent
+        self._newest_hold: dict[int, int] = {}  # of each buffer
         self._pending: _Pending | None = None
         self._sequence = 0
         self._taken_in_set = 0
         self._on_device = False
+        self._others: Others | None = None
         self._restored: tuple[Layout, Callable[[Leaf], bytearray | memoryview]] | None = None
         self._stager: Stager = HostStager()
         self.rank, self.world_size = 0, 1
@@ -108,6 +113,30 @@ class Snapshotter:
         self._stager = DeviceStager(self.walk.optimizers) if self._on_device else HostStager()
         self._attach(self.walk.estimate())
 
+    def rebind(self, state: Mapping[str, object]) -> None:
+        """Take other objects in the same generation: what is saved has changed. Raises as `bind` does."""
+        self._finish_pending()
+        self._stager.close()
+        if not self._sets:
+            self.bind(state)
+            return
+        self.walk = StateWalk(state, rank=self.rank, world_size=self.world_size)
+        self._on_device = self.walk.on_device()
+        self._stager = DeviceStager(self.walk.optimizers) if self._on_device else HostStager()
+        size = self.walk.estimate()
+        if size > self._current().size:
+            self._attach(int(size * GROWTH))
+        elif self._on_device:
+            self._current().page_lock()
+
+    def source(self) -> tuple[Layout, Callable[[Leaf], bytearray | memoryview]] | None:
+        """Return the snapshot that the instructions name, for reading; None where memory holds none.
+
+        DamagedCheckpoint where it cannot be read: the agent is told.
+        """
+        source = self.instructions.get("restore")
+        return None if source is None or source["tier"] != MEMORY else self._source(source)
+
     def restore(self) -> Recovered | None:
         """Write the chosen snapshot into the bound objects, generators excepted; None where memory holds none.
 
@@ -116,22 +145,53 @@ class Snapshotter:
         source = self.instructions.get("restore")
         if source is None or source["tier"] != MEMORY:
             return None
+        if "saved_by" in source:
+            return self._restore_from_others(source["step"])
         return self.restore_from(source["step"], MEMORY, *self._source(source))
 
     def restore_from(
-        self, step: int, tier: str, layout: Layout, payload: Callable[[Leaf], bytearray | memoryview]
+        self,
+        step: int,
+        tier: str,
+        layout: Layout,
+        payload: Callable[[Leaf], bytearray | memoryview],
+        refused: Mapping[str, str] = NOTHING,
     ) -> Recovered:
-        """The same from a slower tier, which has read and verified the bytes."""
+        """The same from a slower tier, which has read and verified the bytes. `refused`: see `StateWalk.restore`."""
         started = self._clock.now()
         self._restored = layout, payload
-        size = self._walk().restore(layout, payload)
+        size = self.bound.restore(layout, payload, refused)
         return Recovered(step, tier, size, self._clock.now() - started, str(self.instructions.get("reason", "")))
+
+    def _restore_from_others(self, step: int) -> Recovered:
+        """From what all ranks of a world of another size have in this node's memory."""
+        self._asked += 1
+        self._send({"kind": "snapshot.open", "ask": self._asked})
+        message, fds = self._reply()
+        try:
+            others = self._others = Others(step, message["ranks"], message["buffers"], fds)
+            made = self.bound.reshard(others.layouts, others.digest)
+            others.take(made)
+            recovered = self.restore_from(step, MEMORY, made.layout, others.bytes_of, made.refused)
+            others.check()
+        except Unreadable as error:
+            self._damaged(error.buffer, step, error.why, of=error.rank)
+        return recovered
 
     def restore_generators(self) -> None:
         """Set the random generators: after everything that draws at construction, right before the first step."""
         if self._restored is not None:
-            self._walk().restore_generators(*self._restored)
+            self.bound.restore_generators(*self._restored)
             self._restored = None
+        if self._others is not None:
+            self._others.close()
+            self._others = None
+
+    def resettle(self, step: int) -> None:
+        """Have what was taken over from a world of another size sealed as this world's; the other's may go then."""
+        self.take(step)
+        self._finish_pending()
+        self._send({"kind": "snapshot.settled", "step": step})
 
     def settle(self) -> None:
         """End what is under way and let go of the model; whole copies are sealed. Nothing is written afterwards."""
@@ -142,8 +202,15 @@ class Snapshotter:
             seal(pending.buffer.bytes, pending.sequence)
         self._stager.close()
         self._stager, self.walk, self._restored = HostStager(), None, None
+        if self._others is not None:
+            self._others.close()
+            self._others = None
         for each in self._sets.values():
             each.reread()
+
+    def finish(self) -> None:
+        """Wait until the last snapshot is whole, and seal it."""
+        self._finish_pending()
 
     def close(self) -> None:
         """The worker ends, or takes no more snapshots."""
@@ -155,7 +222,7 @@ class Snapshotter:
     def take(self, step: int, hold: bool = False) -> Taken:
         """Take the snapshot after `step`; `hold` keeps its buffer for a slower tier where one can be spared."""
         started = self._clock.now()
-        walk = self._walk()
+        walk = self.bound
         layout, parts = walk.collect()
         meta = walk.encode(layout)
         size = needed_bytes(walk.payload_bytes, len(meta))
@@ -163,18 +230,16 @@ class Snapshotter:
         if size > self._current().size:
             self._attach(int(size * GROWTH))
         buffer, held = self._next(hold)
-        self._sequence += 1
-        buffer.sequence = self._sequence
         unseal(buffer.bytes)
-        early, late = buffer.groups(HEADER_BYTES, parts[: walk.stable], parts[walk.stable :])
+        early, late = buffer.groups(HEADER_BYTES, parts[: walk.stable], parts[walk.stable :], self._stager.scratch)
         under_way = self._stager.stage(early, late)
         write(buffer.bytes, self._header(step, walk.payload_bytes, len(meta)), meta)
         if under_way is None:
             seal(buffer.bytes, self._sequence)
         else:
             self._pending = _Pending(buffer, self._sequence, under_way)
-        self._after(buffer, step, held)
-        return Taken(step, buffer.number, size, self._clock.now() - started, held)
+        self._after(buffer, held)
+        return Taken(step, buffer.number, size, self._clock.now() - started, held, self._sequence)
 
     def poll(self) -> bool:
         """Seal a copy that is done; True when none is under way. Any thread; never waits."""
@@ -184,17 +249,36 @@ class Snapshotter:
                 self._pending = None
             return self._pending is None
 
-    def release(self, buffer: int) -> None:
-        """A held buffer may be written again."""
+    def release(self, buffer: int, hold: int | None = None) -> None:
+        """A held buffer may be written again; not where it was held anew after the hold that is meant."""
         with self._lock:
-            self._held -= {buffer}
+            if hold is None or hold >= self._newest_hold.get(buffer, 0):
+                self._held -= {buffer}
+
+    def keep(self, buffer: int, sequence: int) -> bool:
+        """Hold a buffer that was not held when it was filled, and tell; False where it holds another by now.
+
+        Any thread.
+        """
+        with self._lock:
+            found = next((s.buffers[buffer] for s in self._sets.values() if buffer in s.buffers), None)
+            current = found is not None and found.sequence == sequence
+            if not current or not grants(len(self._current().buffers), self._held, buffer):
+                return False
+            self._hold(buffer)
+        self._tell_hold(buffer)
+        return True
+
+    def lost(self, text: str) -> None:
+        """The agent is gone: whoever waits for it need not."""
+        self._replies.put(({"kind": "snapshot.lost", "text": text}, ()))
 
     # The agent.
 
     def on_message(self, message: Message, fds: Sequence[int]) -> None:
         """A message of our prefix has come over the link."""
         if message["kind"] == "snapshot.released":
-            self.release(message["buffer"])
+            self.release(message["buffer"], message["hold"])
         else:
             self._replies.put((message, fds))
 
@@ -231,6 +315,8 @@ class Snapshotter:
                 message, fds = self._replies.get(timeout=left)
             except queue.Empty:
                 break
+            if message["kind"] == "snapshot.lost":
+                raise CheckpointError(message["text"])
             if message.get("ask") == self._asked:
                 return message, fds
             for fd in fds:  # the answer to a question of a generation that was interrupted
@@ -242,7 +328,9 @@ class Snapshotter:
 
     # Inside.
 
-    def _walk(self) -> StateWalk:
+    @property
+    def bound(self) -> StateWalk:
+        """The walk over what was bound. Raises ProtocolError where nothing is."""
         if self.walk is None:
             raise ProtocolError("no state is bound: call bind(state) after begin() and before restore() or take().")
         return self.walk
@@ -263,15 +351,18 @@ class Snapshotter:
         if buffer is None or isinstance(header, str) or header.step != step:
             why = header if isinstance(header, str) else f"holds step {header.step}"
             self._damaged(number, step, why)
+        if why := wound(buffer.bytes, header):
+            self._damaged(number, step, why)
         try:
             return buffer.layout(header), lambda leaf: buffer.payload(header, leaf)
         except DamagedCheckpoint as error:
             self._damaged(number, step, str(error))
 
-    def _damaged(self, buffer: int, step: int, why: str) -> NoReturn:
-        self._send({"kind": "snapshot.damaged", "buffer": buffer, "step": step, "why": why})
+    def _damaged(self, buffer: int, step: int, why: str, of: int | None = None) -> NoReturn:
+        rank = self.rank if of is None else of
+        self._send({"kind": "snapshot.damaged", "buffer": buffer, "step": step, "why": why, "of": rank})
         raise DamagedCheckpoint(
-            f"rank {self.rank}: buffer {buffer} should hold the snapshot of step {step} but: {why}. It is struck out; "
+            f"rank {rank}: buffer {buffer} should hold the snapshot of step {step} but: {why}. It is struck out; "
             "the next generation begins from another copy."
         )
 
@@ -293,7 +384,9 @@ class Snapshotter:
                 )
             granted = hold and grants(len(buffers), held, number)
             if granted:
-                self._held |= {number}
+                self._hold(number)
+            self._sequence += 1
+            buffers[number].sequence = self._sequence  # with the choice: `keep` may ask for what it held
         return buffers[number], granted
 
     def _finish_pending(self) -> None:
@@ -303,9 +396,18 @@ class Snapshotter:
             pending.copy.wait()
             self.poll()
 
-    def _after(self, buffer: Buffer, step: int, held: bool) -> None:
+    def _hold(self, buffer: int) -> None:
+        """Each hold has a number: what the agent releases meanwhile is an earlier one. Under the lock."""
+        self._held |= {buffer}
+        self._holds += 1
+        self._newest_hold[buffer] = self._holds
+
+    def _tell_hold(self, buffer: int) -> None:
+        self._send({"kind": "snapshot.hold", "buffer": buffer, "hold": self._newest_hold[buffer]})
+
+    def _after(self, buffer: Buffer, held: bool) -> None:
         if held:
-            self._send({"kind": "snapshot.hold", "buffer": buffer.number, "step": step})
+            self._tell_hold(buffer.number)
         self._taken_in_set += 1
         if len(self._sets) > 1 and self._taken_in_set == len(self._current().buffers):
             old = sorted(self._sets)[:-1]

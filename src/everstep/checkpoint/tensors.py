@@ -1,26 +1,47 @@
-"""Tensors, arrays and numpy scalars as leaves of a layout, and back; a value of any depth as a tree of them.
+"""Tensors, arrays and numpy scalars as leaves of a layout; a value of any depth as a tree of them.
 
 Reading never changes the live object: no hook runs, no collective is issued, nothing is gathered. What cannot be
-kept exactly (sparse, quantised, nested, meta, tensor subclasses) is a TypeError that names its key.
+kept exactly (sparse, quantised, nested, meta, tensor subclasses, objects) is a TypeError that names its key; or, where
+the save allows it, a pickle, whose bytes are a leaf. `remake` is the way back.
 """
 
+import dataclasses
 import functools
+import pickle
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
-from everstep.checkpoint.core.layout import ITEM_BYTES, KINDS, Leaf, Node, Ref, Section, place, unsavable
+from everstep.checkpoint.core.layout import (
+    ITEM_BYTES,
+    MAX_DEPTH,
+    Leaf,
+    Node,
+    Pickled,
+    Pieces,
+    Ref,
+    Section,
+    encode,
+    place,
+    unsavable,
+)
 from everstep.checkpoint.core.plain import Plain, plain
+from everstep.checkpoint.core.rectangles import Rectangle
+from everstep.checkpoint.core.sharing import Extent, shared
+from everstep.checkpoint.sharded import facts, is_sharded_tensor, local_of, shards_of, spec_of
 
 Payload = Callable[[Leaf], bytearray | memoryview]
 """Returns the writable bytes of a leaf."""
+
+LARGE = (bytes, bytearray)
+LARGE_BYTES = 4096
+"""Longer ones are leaves: in the description they would be text, a third longer and in memory several times."""
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -57,6 +78,7 @@ class Collector:
     name: str
     replicated: bool = False  # of plain tensors; a DTensor says it of itself
     per_rank: bool = False
+    allow_pickle: bool = False
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     sources: list[Tensor] = field(default_factory=list[Tensor])
     late: set[int] = field(default_factory=set[int])
@@ -72,6 +94,7 @@ class Collector:
         replicated: bool | None = None,
         per_rank: bool | None = None,
         late: bool = False,
+        leads: bool = False,
     ) -> Ref:
         """Add a tensor; `late` where nothing but an optimizer's step writes it."""
         check(value, path)
@@ -79,8 +102,8 @@ class Collector:
         plain_replicated = self.replicated if replicated is None else replicated
         plain_own = self.per_rank if per_rank is None else per_rank
         local = self.local = local_of(value)
-        dtensor = _sharding(value, path) if isinstance(value, DTensor) else {}
-        facts: dict[str, Any] = {"replicated": plain_replicated, "per_rank": plain_own} | dtensor
+        dtensor = facts(value, path) if isinstance(value, DTensor) else {}
+        told: dict[str, Any] = {"replicated": plain_replicated, "per_rank": plain_own, "leads": leads} | dtensor
         stride = () if local.is_contiguous() else tuple(local.stride())
         alias = self._alias(path, local)
         if late and alias is None:
@@ -88,7 +111,7 @@ class Collector:
         return self._add(
             Leaf(
                 path, dtype_name(local.dtype), tuple(local.shape), local.numel() * local.element_size(),
-                stride=stride, device=local.device.type, alias_of=alias, **facts,
+                stride=stride, device=local.device.type, alias_of=alias, **told,
             ),
             local,
         )  # fmt: skip
@@ -108,18 +131,108 @@ class Collector:
                     replicated=self.replicated, per_rank=self.per_rank)  # fmt: skip
         return self._add(leaf, source)
 
-    def node(self, path: str, value: Any) -> Node:
-        """Return `value` as a tree; its tensors and arrays become leaves."""
+    def pieces(
+        self,
+        path: str,
+        pieces: Iterable[tuple[Rectangle, Tensor]],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        replicated: bool = False,
+        late: bool = False,
+        spec: Any = None,
+    ) -> Pieces:
+        """Add this rank's rectangles of one tensor."""
+        numbers: list[int] = []
+        for box, value in pieces:
+            offsets = box.offsets if any(box.offsets) else None
+            told = {"global_shape": tuple(shape), "offsets": offsets, "replicated": replicated}
+            numbers.append(self._piece(path, value, told, late=late))
+        return Pieces(tuple(numbers), tuple(shape), dtype_name(dtype), spec)
+
+    def node(self, path: str, value: Any, depth: int = 0) -> Node:
+        """Return `value` as a tree; its tensors and arrays become leaves, what may be pickled bytes."""
+        try:
+            return self._node(path, value, depth)
+        except TypeError:
+            if not self.allow_pickle or type(value) in CONTAINERS or _sharded(value):
+                raise
+        return self._pickled(path, value)
+
+    def _node(self, path: str, value: Any, depth: int) -> Node:
+        if is_sharded_tensor(value):
+            spec, boxes = spec_of(value), [(Rectangle(o, tuple(t.shape)), t) for o, t in shards_of(value, path)]
+            told = value.metadata()
+            return self.pieces(path, boxes, told.size, told.tensor_properties.dtype, spec=spec)
         if isinstance(value, Tensor):
             return self.tensor(path, value)
         if isinstance(value, np.ndarray | np.generic):
             return self.array(path, value)
-        rebuild = _CONTAINERS.get(type(value))
-        if rebuild is not None:
-            return rebuild(value, lambda key, child: self.node(f"{path}/{key}", child))
-        if type(value) not in KINDS:
-            raise TypeError(unsavable(value, path))
-        return value
+        if type(value) in LARGE and len(value) > LARGE_BYTES:
+            return self._bytes(path, value)
+        if depth > MAX_DEPTH:
+            raise TypeError(f"{path[:200]} is nested deeper than {MAX_DEPTH} levels, or contains itself; a snapshot "
+                            "holds trees.")  # fmt: skip
+        rebuild = CONTAINERS.get(type(value))
+        if rebuild is None:
+            encode(value, path)  # it says what it cannot hold, an element of a set too
+            return value
+        if isinstance(value, dict) and not self._keys(path, value):
+            return self._pickled(path, value)
+        return rebuild(value, lambda key, child: self.node(f"{path}/{key}", child, depth + 1))
+
+    def _keys(self, path: str, value: dict[Any, Any]) -> bool:
+        """True where all keys are plain; where one is not, False if the whole may be pickled, else TypeError."""
+        try:
+            for key in value:
+                if type(key) is not str:
+                    encode(key, f"{path}/{key!r} (a key)")
+        except TypeError:
+            if not self.allow_pickle:
+                raise
+            return False
+        return True
+
+    def _pickled(self, path: str, value: Any) -> Node:
+        try:
+            content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise TypeError(
+                f"{path} is a {type(value).__module__}.{type(value).__qualname__}; allow_pickle=True lets it be "
+                f"pickled, but pickle refused it: {type(error).__name__}: {error}. Leave it out."
+            ) from error
+        leaf = Leaf(self._unique(path), "|u1", (len(content),), len(content), kind="pickle",
+                    replicated=self.replicated, per_rank=self.per_rank)  # fmt: skip
+        return Pickled(self._add(leaf, torch.frombuffer(bytearray(content), dtype=torch.uint8)).leaf)
+
+    def _bytes(self, path: str, value: bytes | bytearray) -> Ref:
+        leaf = Leaf(self._unique(path), "|u1", (len(value),), len(value), kind=type(value).__name__,
+                    replicated=self.replicated, per_rank=self.per_rank)  # fmt: skip
+        return self._add(leaf, torch.frombuffer(bytearray(value), dtype=torch.uint8))
+
+    def share(self) -> None:
+        """Say of leaves that overlap in memory, without being aliases, how they lie, so that they will again."""
+        extents: list[Extent] = []
+        own = [n for n, leaf in enumerate(self.leaves) if leaf.alias_of is None]
+        for n, source in zip(own, self.sources, strict=True):
+            if self.leaves[n].kind == "tensor" and source.numel() and _lies_plainly(source):
+                begin, size = source.data_ptr(), source.element_size()
+                last = sum((count - 1) * step for count, step in zip(source.shape, source.stride(), strict=True))
+                extents.append(Extent(n, str(source.device), begin, begin + (last + 1) * size))
+        for n, group in shared(extents).items():
+            self.leaves[n] = dataclasses.replace(self.leaves[n], shares=group)
+
+    def _piece(self, path: str, value: Tensor, told: dict[str, Any], *, late: bool) -> int:
+        check(value, path)
+        path = self._unique(path)
+        local = local_of(value)
+        stride = () if local.is_contiguous() else tuple(local.stride())
+        alias = self._alias(path, local)
+        if late and alias is None:
+            self.late.add(len(self.sources))
+        leaf = Leaf(path, dtype_name(local.dtype), tuple(local.shape), local.numel() * local.element_size(),
+                    stride=stride, device=local.device.type, alias_of=alias, **told)  # fmt: skip
+        return self._add(leaf, local).leaf
 
     def part(self, tree: Node, *, per_rank: bool = False) -> Part:
         """Return what was gathered."""
@@ -155,8 +268,11 @@ class Collector:
 class Reading:
     """One section whose value is read anew at every step; what did not change is the part of the last time."""
 
-    def __init__(self, name: str, *, replicated: bool = False, per_rank: bool = False) -> None:
+    def __init__(
+        self, name: str, *, replicated: bool = False, per_rank: bool = False, allow_pickle: bool = False
+    ) -> None:
         self._name, self._replicated, self._per_rank = name, replicated, per_rank
+        self._allow_pickle = allow_pickle
         self._known: Plain | None = None
         self._part: Part | None = None
 
@@ -170,9 +286,11 @@ class Reading:
                     part = Part(Section(self._name, made.value, (), self._per_rank, made.text), ())
                 self._known, self._part = made, part
                 return part
-        collector = Collector(self._name, self._replicated, self._per_rank)
+        collector = Collector(self._name, self._replicated, self._per_rank, self._allow_pickle)
         self._known = None
-        self._part = collector.part(collector.node(self._name, value), per_rank=self._per_rank)
+        tree = collector.node(self._name, value)
+        collector.share()
+        self._part = collector.part(tree, per_rank=self._per_rank)
         return self._part
 
 
@@ -181,8 +299,16 @@ def _names(values: list[Any]) -> bool:
     return all(type(value) is str for value in values)
 
 
+def _lies_plainly(source: Tensor) -> bool:
+    return not (source.is_conj() or source.is_neg() or source.data_ptr() % source.element_size())
+
+
+def _sharded(value: Any) -> bool:
+    return isinstance(value, DTensor) or is_sharded_tensor(value)
+
+
 Child = Callable[[Any, Any], Node]
-_CONTAINERS: dict[type, Callable[[Any, Child], Node]] = {
+CONTAINERS: dict[type, Callable[[Any, Child], Node]] = {
     list: lambda v, child: v if _names(v) else [child(n, x) for n, x in enumerate(v)],
     tuple: lambda v, child: tuple(child(n, x) for n, x in enumerate(v)),
     dict: lambda v, child: {k: child(k, x) for k, x in v.items()},
@@ -196,12 +322,6 @@ _CONTAINERS: dict[type, Callable[[Any, Child], Node]] = {
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype, without `torch.`."""
     return str(dtype).removeprefix("torch.")
-
-
-def local_of(value: Tensor) -> Tensor:
-    """Return this rank's own part, detached: the same memory, no copy, no communication."""
-    local = value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - to_local() goes through autograd
-    return local.detach()
 
 
 def check(value: Tensor, path: str) -> None:
@@ -227,39 +347,9 @@ def _unfit(value: Tensor) -> str:
     return ""
 
 
-def _sharding(value: DTensor, path: str) -> dict[str, Any]:
-    if any(isinstance(p, Partial) for p in value.placements):
-        raise TypeError(f"{path} is a DTensor with a partial placement: its value is a sum over ranks that has not "
-                        "been made. Redistribute it first.")  # fmt: skip
-    shape, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    local = tuple(local_of(value).shape)
-    if tuple(shape) != local:  # so also where a mesh of a former generation has crept in from a cache of DTensor
-        raise TypeError(f"{path}: this rank's shard has the shape {local} where its placements {value.placements} say "
-                        f"{tuple(shape)}. Such a layout is not supported.")  # fmt: skip
-    whole = tuple(value.shape)
-    return {
-        "global_shape": None if whole == tuple(shape) else whole,
-        "offsets": tuple(offsets) if any(offsets) else None,
-        "placements": tuple(placement_name(p) for p in value.placements),
-        "replicated": value.device_mesh.size() == 1 or all(isinstance(p, Replicate) for p in value.placements),
-        "per_rank": False,
-    }
-
-
-def placement_name(placement: Any) -> str:
-    """Return the short name of a DTensor placement: R, S(0), else its repr."""
-    if isinstance(placement, Replicate):
-        return "R"
-    return f"S({placement.dim})" if type(placement) is Shard else repr(placement)
-
-
-# Back from bytes.
-
-
 def view(raw: Tensor, leaf: Leaf) -> Tensor:
     """Return the view of a leaf over `raw`, its bytes as a uint8 tensor."""
-    dtype = getattr(torch, leaf.dtype) if leaf.kind == "tensor" else torch.uint8
-    return raw.view(dtype).view(leaf.shape) if leaf.kind == "tensor" else raw
+    return raw.view(getattr(torch, leaf.dtype)).view(leaf.shape) if leaf.kind == "tensor" else raw
 
 
 def stored(leaf: Leaf, payload: Payload) -> Tensor:
@@ -269,30 +359,16 @@ def stored(leaf: Leaf, payload: Payload) -> Tensor:
     return view(torch.frombuffer(payload(leaf), dtype=torch.uint8), leaf)
 
 
-def fresh(leaf: Leaf, payload: Payload, device: torch.device | None = None) -> Tensor:
-    """Return a new tensor with the leaf's bytes, strided as it was, on `device` (else on the kind it lived on)."""
-    place_at = device or torch.device(leaf.device)
-    dtype = getattr(torch, leaf.dtype)
-    if leaf.stride:
-        made = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=place_at)
-    else:
-        made = torch.empty(leaf.shape, dtype=dtype, device=place_at)
-    return made.copy_(stored(leaf, payload))
+def payload_of(part: Part) -> Payload:
+    """Return the bytes of a part's own live tensors, as they are now."""
+    leaves = (leaf for leaf in part.section.leaves if leaf.alias_of is None)
+    sources = {leaf.path: source for leaf, source in zip(leaves, part.sources, strict=True)}
 
+    def read(leaf: Leaf) -> bytearray:
+        source = sources[leaf.alias_of or leaf.path].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return bytearray(source.reshape(-1).view(torch.uint8).numpy().tobytes()) if leaf.nbytes else bytearray()
 
-def value_of(node: Node, leaves: Mapping[int, Leaf] | tuple[Leaf, ...], payload: Payload) -> Any:
-    """Return the value that a tree stands for; its tensors and arrays own their memory."""
-    if isinstance(node, Ref):
-        leaf = leaves[node.leaf]
-        return fresh(leaf, payload) if leaf.kind == "tensor" else _array(leaf, payload)
-    rebuild = _CONTAINERS.get(type(node))
-    return node if rebuild is None else rebuild(node, lambda _, child: value_of(child, leaves, payload))
-
-
-def _array(leaf: Leaf, payload: Payload) -> Any:
-    raw = bytes(payload(leaf)) if leaf.nbytes else b""
-    array = np.frombuffer(bytearray(raw), np.dtype(leaf.dtype)).reshape(leaf.shape)
-    return array if leaf.kind == "array" else array[()]
+    return read
 
 
 def total_bytes(leaves: Iterable[Leaf]) -> int:

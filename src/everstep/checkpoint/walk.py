@@ -11,37 +11,32 @@ Rule 4: random generators last, by a call of their own: whatever draws at constr
 Rule 5: restoring and walking again gives the same bytes.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.core.estimate import buffer_bytes
-from everstep.checkpoint.core.layout import Encoder, Layout, Section, align
+from everstep.checkpoint.core.layout import Encoder, Layout, Leaf, Section, align
+from everstep.checkpoint.core.reshard import Digest, Resharded, Wish, reshard
 from everstep.checkpoint.core.segment import HEADER_BYTES
-from everstep.checkpoint.generators import Generators, GeneratorSource
+from everstep.checkpoint.fitting import Fitting, Partial, Undo, merged, shown, taken_back
+from everstep.checkpoint.generators import Generators, GeneratorSource, is_generator
 from everstep.checkpoint.modules import ModuleSource, Names
+from everstep.checkpoint.objects import ObjectSource, Stateful
 from everstep.checkpoint.optimizers import OptimizerSource
-from everstep.checkpoint.tensors import Part, Payload, Reading, total_bytes, value_of
+from everstep.checkpoint.remake import numbers_in, pickled_in, refusal
+from everstep.checkpoint.tensors import Part, Payload, total_bytes
+from everstep.checkpoint.values import ValueSource
 from everstep.errors import StateMismatch
 
 RNG = "rng"
-SHOWN = 12  # mismatches in one message
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything that can say its state and take it back."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state: plain values, containers, tensors and arrays."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take such a state."""
-        ...
+_TAKEN = (RNG, "ranks")  # the second stands before names of what belongs to one rank (core/items.py)
+NOTHING: Mapping[str, str] = {}
 
 
 class Source(Protocol):
@@ -63,8 +58,20 @@ class Source(Protocol):
         """Say what does not fit; empty where all does. Writes nothing."""
         ...
 
+    def wishes(self, saved: Mapping[str, Section]) -> Mapping[str, Wish]:
+        """Say how its sections are to look here, where another world saved them; one that is left out is plain."""
+        ...
+
+    def fitting(self, saved: Mapping[str, Section], refused: Mapping[str, str]) -> Fitting:
+        """Return what of the saved state would be taken, and what not. `refused`: see `Resharded`. Writes nothing."""
+        ...
+
+    def attempt(self, saved: Mapping[str, Section], payload: Payload) -> Undo:
+        """Set what the user's own code may refuse; return how to take it back. What raises has left nothing set."""
+        ...
+
     def restore(self, saved: Mapping[str, Section], payload: Payload) -> None:
-        """Write the saved state into the live object."""
+        """Write the saved state into the live object; what `saved` lacks stays as it is."""
         ...
 
     def future_bytes(self) -> tuple[int, int]:
@@ -72,56 +79,27 @@ class Source(Protocol):
         ...
 
 
-class ObjectSource:
-    """A scheduler, a data loader, a scaler: through its own state_dict, each rank its own."""
-
-    def __init__(self, name: str, thing: Stateful) -> None:
-        self._name = name
-        self._thing = thing
-        self._reading = Reading(name, per_rank=True)
-
-    def stable(self) -> list[Part]:
-        """See `Source.stable`."""
-        return []
-
-    def changing(self) -> list[Part]:
-        """See `Source.changing`."""
-        return [self._reading.part(self._thing.state_dict())]
-
-    def names(self) -> tuple[str, ...]:
-        """See `Source.names`."""
-        return (self._name,)
-
-    def mismatches(self, saved: Mapping[str, Section]) -> list[str]:
-        """See `Source.mismatches`; the object judges its own state when it loads it."""
-        del saved
-        return []
-
-    def restore(self, saved: Mapping[str, Section], payload: Payload) -> None:
-        """See `Source.restore`."""
-        section = saved[self._name]
-        try:
-            self._thing.load_state_dict(value_of(section.tree, section.leaves, payload))
-        except (KeyError, ValueError, TypeError, AttributeError) as error:  # all else may pass by itself: a fault
-            kind = type(self._thing).__qualname__
-            raise StateMismatch(
-                f"{self._name}: {kind}.load_state_dict refused the state that {kind}.state_dict gave before: "
-                f"{type(error).__name__}: {error}. Build the object as it was built when the state was saved."
-            ) from error
-
-    def future_bytes(self) -> tuple[int, int]:
-        """See `Source.future_bytes`."""
-        return 0, 0
-
-
 class StateWalk:
-    """The state of one rank: what `run.steps` was given, and the random generators."""
+    """The state of one rank: what `run.steps` was given, and the random generators.
 
-    def __init__(self, state: Mapping[str, object], *, rank: int = 0, world_size: int = 1) -> None:
+    With `values`, plain tensors and values may stand in `state`, in containers of any depth, beside objects that have
+    a state; those that cannot be changed in place (a number) are set in `state` itself, a mutable mapping then.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, object],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        allow_pickle: bool = False,
+        values: bool = False,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._allow_pickle = allow_pickle
         self._generators = Generators(RNG)
-        self._sources = _sources(state, world_size)
+        self._sources = _sources(state, world_size, allow_pickle=allow_pickle, values=values)
         self.optimizers = [thing for thing in state.values() if isinstance(thing, torch.optim.Optimizer)]
         self._encoder = Encoder()
         self.payload_bytes = 0  # of what was last collected
@@ -159,23 +137,76 @@ class StateWalk:
         payload = align(self.payload_bytes) + sum(size for size, _ in future)
         return buffer_bytes(payload, leaves, HEADER_BYTES)
 
-    def restore(self, layout: Layout, payload: Payload) -> int:
+    def divided_as(self, layout: Layout) -> bool:
+        """True where no tensor of a model is another rectangle of the same whole than the one that was saved."""
+        saved = {section.name: section for section in layout.sections}
+        for source in self._sources:
+            for name, wish in source.wishes(saved).items():
+                if wish.by_leaf and any(_divides(saved[name].leaves[n], live) for n, live in wish.like.items()):
+                    return False
+        return True
+
+    def reshard(self, saved: Sequence[Layout], digest: Digest) -> Resharded:
+        """Return what this rank takes up of a state that a world of another size saved, all of its ranks' layouts."""
+        first = {section.name: section for section in saved[0].sections}
+        wishes = {name: wish for source in self._sources for name, wish in source.wishes(first).items()}
+        return reshard(saved, self.rank, self.world_size, {RNG: Wish(draws=True)} | wishes, digest)
+
+    def restore(self, layout: Layout, payload: Payload, refused: Mapping[str, str] = NOTHING) -> int:
         """Write a saved state into the live objects, random generators excepted; return its bytes.
 
-        Raises StateMismatch, naming keys and shapes, before anything is written.
+        `refused`: what `Resharded` says of a state from another world. Raises StateMismatch, naming keys and shapes,
+        with the live objects as they were; so does a payload that raises, where it was asked before (`State.prepare`).
         """
         saved = {section.name: section for section in layout.sections}
-        problems = list(self._mismatches(saved))
+        problems = self.problems(layout, refused)
         if problems:
-            more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            shown = "; ".join(problems[:SHOWN]) + more
             raise StateMismatch(
-                f"rank {self.rank}: the saved state does not fit what run.steps was given: {shown}. Give it the same "
-                "objects, built the same way; or start a new run to train something else."
+                f"rank {self.rank}: the saved state does not fit what run.steps was given: {shown(problems, '; ')}. "
+                "Give it the same objects, built the same way; or another --checkpoint-dir to train something else."
             )
-        for source in self._sources:
-            source.restore(saved, payload)
+        self._write(dict.fromkeys(range(len(self._sources)), saved), payload)
         return total_bytes(layout.leaves())
+
+    def problems(self, layout: Layout, refused: Mapping[str, str] = NOTHING) -> list[str]:
+        """Say what of a saved state does not fit; empty where all does. Writes nothing."""
+        return [*refused.values(), *self._mismatches({section.name: section for section in layout.sections}, refused)]
+
+    def restore_what_fits(self, layout: Layout, payload: Payload, refused: Mapping[str, str] = NOTHING) -> Partial:
+        """The same with `strict=False`: what does not fit stays as it is, and is listed. Generators come back whole."""
+        saved = {section.name: section for section in layout.sections}
+        if not self._allow_pickle:
+            refused = {**refused, **{name: refusal(paths) for name, s in saved.items() if (paths := [*pickled_in(s)])}}
+        fittings = [source.fitting(saved, refused) for source in self._sources]
+        all_of_it = merged(fittings)
+        self._write({n: fitting.taken for n, fitting in enumerate(fittings) if fitting.taken}, payload)
+        known = {name for source in self._sources for name in source.names()} | {RNG}
+        unknown = [name for name in saved if name not in known]
+        taken = {id(s.leaves[n]): s.leaves[n] for s in all_of_it.taken.values() for n in numbers_in(s.tree)}
+        return Partial(
+            total_bytes(taken.values()), tuple(all_of_it.missing), (*all_of_it.left_over, *unknown),
+            tuple(all_of_it.differing),
+        )  # fmt: skip
+
+    def _write(self, taken: Mapping[int, Mapping[str, Section]], payload: Payload) -> None:
+        """Write, by number of the source. What a user's object may refuse comes first, and is taken back if one does.
+
+        It comes again in its turn: a scheduler may set what its optimizer has just been given.
+        """
+        undone: list[Undo] = []
+        written = ""
+        try:
+            for n, saved in taken.items():
+                undone.append(self._sources[n].attempt(saved, payload))
+            for n, saved in taken.items():
+                self._sources[n].restore(saved, payload)
+                written = written or self._sources[n].names()[0]
+        except BaseException as error:
+            for undo in reversed(undone):
+                taken_back(undo, error)
+            if written:
+                error.add_note(f"{written} had been written by then: restore again, from another copy, before going on")
+            raise
 
     def restore_generators(self, layout: Layout, payload: Payload) -> None:
         """Set the random generators as they were: the very last thing before the next step."""
@@ -183,12 +214,16 @@ class StateWalk:
         if section is not None:
             self._generators.restore(section, payload)
 
-    def _mismatches(self, saved: Mapping[str, Section]) -> Iterator[str]:
+    def _mismatches(self, saved: Mapping[str, Section], refused: Mapping[str, str]) -> Iterator[str]:
         wanted = {name for source in self._sources for name in source.names()} | {RNG}
-        for name in sorted(wanted - set(saved)):
+        told = {name for name in wanted if any(key == name or key.startswith(f"{name}/") for key in refused)}
+        for name in sorted(wanted - set(saved) - told):
             yield f"{name} is not in the saved state"
         for name in sorted(set(saved) - wanted):
             yield f"{name} was saved, but run.steps was not given it"
+        if not self._allow_pickle:
+            pickled = [path for name in sorted(wanted & set(saved)) for path in pickled_in(saved[name])]
+            yield from [refusal(pickled)] if pickled else []
         for source in self._sources:
             if all(name in saved for name in source.names()):
                 yield from source.mismatches(saved)
@@ -217,11 +252,34 @@ class _Placed:
     end: int
 
 
-def _sources(state: Mapping[str, object], world_size: int) -> list[Source]:
+@dataclass(frozen=True, slots=True)
+class _Manner:
+    """How objects are taken."""
+
+    allow_pickle: bool
+    values: bool
+    lenders: Callable[[], list[DTensor]]
+
+
+def _divides(saved: Leaf, live: Leaf) -> bool:
+    there = saved.shape, saved.starts, bool(saved.placements)
+    return saved.whole_shape == live.whole_shape and there != (live.shape, live.starts, bool(live.placements))
+
+
+def _lenders(modules: Iterable[ModuleSource]) -> list[DTensor]:
+    """Return the live DTensors of the models: they lend their meshes to what is made anew."""
+    return [value for source in modules for _, value in source.parameters() if isinstance(value, DTensor)]
+
+
+def _sources(state: Mapping[str, object], world_size: int, *, allow_pickle: bool, values: bool) -> list[Source]:
     modules = {name: thing for name, thing in state.items() if isinstance(thing, nn.Module)}
-    walked = {name: ModuleSource(name, module, world_size) for name, module in modules.items()}
-    names = Names(walked)
-    made = [_source(name, thing, walked, names, world_size) for name, thing in state.items()]
+    walked = {
+        name: ModuleSource(name, module, world_size, allow_pickle=allow_pickle) for name, module in modules.items()
+    }
+    names = Names(walked, world_size)
+    # No way back from a source to the walk: a cycle would keep a failed attempt's model until the next collection.
+    manner = _Manner(allow_pickle, values, functools.partial(_lenders, walked.values()))
+    made = [_source(name, state, walked, names, world_size, manner) for name in state]
     for source in walked.values():
         source.gated = frozenset(p for s in made if isinstance(s, OptimizerSource) for p in s.gated)
     order = (ModuleSource, OptimizerSource)
@@ -230,12 +288,14 @@ def _sources(state: Mapping[str, object], world_size: int) -> list[Source]:
 
 def _source(
     name: str,
-    thing: object,
+    state: Mapping[str, object],
     walked: Mapping[str, ModuleSource],
     names: Names,
     world_size: int,
+    manner: _Manner,
 ) -> Source:
-    if not name or name == RNG or "/" in name:
+    thing = state[name]
+    if not name or name in _TAKEN or "/" in name:
         raise TypeError(f"run.steps({name}=…): this name is taken or not allowed; choose another keyword.")
     if name in walked:
         return walked[name]
@@ -246,10 +306,12 @@ def _source(
             f"run.steps({name}=…): ZeroRedundancyOptimizer gathers its state over all ranks when it is asked for it. "
             "Use fully_shard (FSDP2), whose optimizer state is sharded as it stands."
         )
-    if isinstance(thing, torch.Generator):
+    if is_generator(thing):
         return GeneratorSource(name, thing)
-    if isinstance(thing, Stateful):
-        return ObjectSource(name, thing)
+    if isinstance(thing, Stateful) and not isinstance(thing, type):
+        return ObjectSource(name, thing, allow_pickle=manner.allow_pickle, lenders=manner.lenders)
+    if manner.values:
+        return ValueSource(name, state, world_size, allow_pickle=manner.allow_pickle, lenders=manner.lenders)
     raise TypeError(
         f"run.steps({name}=…) was given a {type(thing).__module__}.{type(thing).__qualname__}, which has no state_dict "
         "and load_state_dict. Give it an object that has both (torchdata's StatefulDataLoader for a loader)."

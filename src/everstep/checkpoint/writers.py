@@ -18,10 +18,11 @@ DEATHS_IN_A_ROW = 3
 class Writers:
     """The writers of one agent, by rank."""
 
-    def __init__(self, host: Host, directory: str, lock: int) -> None:
+    def __init__(self, host: Host, directory: str, lock: str, tell_s: float) -> None:
         self._host = host
         self._directory = directory
         self._lock = lock
+        self._tell_s = tell_s
         self._children: dict[int, Child] = {}
         self._deaths: dict[int, int] = {}
         self._outstanding: dict[int, int] = {}
@@ -37,7 +38,8 @@ class Writers:
         arguments = {"directory": self._directory, "rank": rank}
         child = self._host.spawn(f"writer-{rank}", ENTRY, arguments)
         self._children[rank] = child
-        child.send({"kind": "keep"}, [self._lock])
+        if self._lock:
+            child.send({"kind": "keep", "lock": self._lock})
 
     @property
     def given_up(self) -> bool:
@@ -77,7 +79,8 @@ class Writers:
         staging = names.staging_of(token)
         assert staging is not None
         order = {"kind": "write", "save": token, "folder": token, "step": staging.step, "epoch": staging.epoch}
-        self._send(rank, order | {"generation": staging.generation, "world_size": world_size}, [snapshot])
+        place = {"generation": staging.generation, "world_size": world_size, "tell_s": self._tell_s}
+        self._send(rank, order | place, [snapshot])
 
     def keep_fragment(self, rank: int, fds: Sequence[int]) -> None:
         """Take what a writer reported; the descriptors are ours from here on."""
@@ -86,11 +89,11 @@ class Writers:
             if self._fragments.setdefault(rank, fd) is not fd:
                 os.close(fd)
 
-    def merge(self, rank: int, token: str) -> None:
-        """Have one writer publish what all have reported."""
+    def merge(self, rank: int, token: str, metrics: Mapping[str, float]) -> None:
+        """Have one writer publish what all have reported, with what was measured at that step."""
         for source, fd in sorted(self._fragments.items()):
             self._send(rank, {"kind": "fragment", "save": token, "rank": source}, [fd])
-        self._send(rank, {"kind": "merge", "save": token, "folder": token})
+        self._send(rank, {"kind": "merge", "save": token, "folder": token, "metrics": dict(metrics)})
 
     def forget_fragments(self) -> None:
         """The save has ended."""

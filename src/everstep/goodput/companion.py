@@ -1,4 +1,9 @@
-"""The live display as it rides on the agent: workers say how far they are, the display shows it."""
+"""The live display as it rides on the agent: workers say how far they are, the display shows it.
+
+rank 0 ─▶ progress.begun {step, total}              its loop begins after `step`
+rank 0 ─▶ progress.step {step, seconds, values}     a few times a second
+all    ─▶ progress.new {step, at_s}                 the first new step after a fault was done at that monotonic time
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,9 +26,17 @@ class ProgressCompanion:
 
     def on_message(self, rank: int, message: Message, fds: Sequence[int]) -> None:
         """See `Companion.on_message`."""
-        del rank, fds
-        loss = message["values"].get("loss")
-        self._display.progress(message["step"], message["total"], loss, self._clock.now())
+        del fds
+        now = self._clock.now()
+        match message["kind"]:
+            case "progress.begun":
+                self._display.begun(message["step"], message["total"], now)
+            case "progress.step":
+                self._display.progress(message["step"], message["values"].get("loss"), message["seconds"], now)
+            case "progress.new":
+                self._display.came(rank, message["step"], message["at_s"])
+            case _:
+                return
 
     def on_child_message(self, child: Child, message: Message, fds: Sequence[int]) -> None:
         """See `Companion.on_child_message`."""
@@ -35,9 +48,9 @@ class ProgressCompanion:
         """See `Companion.on_stopped`."""
 
     def on_roster(self, roster: Roster) -> Mapping[int, Message]:
-        """See `Companion.on_roster`."""
-        del roster
-        return {}
+        """See `Companion.on_roster`: each rank shall say when it has done the first new step."""
+        new = self._display.awaited
+        return {} if new is None else {member.rank: {"new": new} for member in roster.members}
 
     def on_tick(self, now: float) -> None:
         """See `Companion.on_tick`."""

@@ -27,11 +27,15 @@ class Log:
 
 
 def newest_run(top: Path = RUNS) -> Path:
-    """Return the newest run folder below `top`; UsageError where there is none."""
-    found = [folder for folder in top.glob("*") if (folder / "events").is_dir()] if top.is_dir() else []
+    """Return the newest run folder below `top` that holds an event; UsageError where there is none."""
+    found = [folder for folder in top.glob("*") if _holds_events(folder)] if top.is_dir() else []
     if not found:
         raise UsageError(f"no RUN was given and {top}/ holds no run folder; name one: `everstep report RUN_DIR`")
     return max(found, key=lambda folder: ((folder / "events").stat().st_mtime_ns, folder.name))
+
+
+def _holds_events(folder: Path) -> bool:
+    return any(file.stat().st_size for file in (folder / "events").glob("*.jsonl"))
 
 
 def read_run(folder: Path) -> Log:

@@ -103,14 +103,14 @@ def _cards(ledger: Ledger) -> list[tuple[str, str, str]]:
     figures, rows = ledger.figures, ledger.recoveries
     survived = [r for r in rows if r.recovery_s is not None]
     times = [r.recovery_s for r in survived if r.recovery_s is not None]
-    lost = sum(r.steps_lost or 0 for r in rows)
-    again = words.count(figures.executions - figures.steps, "step") + " done and not kept"
+    lost = "steps lost unknown" if figures.steps is None else f"{sum(r.steps_lost or 0 for r in rows)} steps lost"
+    back = "fault to new start" if figures.steps is None else "fault to end of first new step"
     return [
         ("training goodput", words.share(figures.training_goodput), "retained steps × fault-free step ÷ wall"),
         ("infra goodput", words.share(figures.infra_goodput), "wall without detection, stop, regroup, start-up"),
-        ("faults survived", f"{len(survived)} of {len(rows)}" if rows else "none", f"{lost} steps lost"),
-        ("recovery, median", words.seconds(median(times)) if times else words.NONE, "fault to end of first new step"),
-        ("steps", str(figures.steps), f"{words.seconds(figures.step_s)} each; {again}"),
+        ("faults survived", f"{len(survived)} of {len(rows)}" if rows else "none", lost),
+        ("recovery, median", words.seconds(median(times)) if times else words.NONE, back),
+        ("steps", words.maybe(figures.steps), f"{words.seconds(figures.step_s)} each; {words.not_kept(figures)}"),
         ("wall time", words.seconds(figures.wall_s), f"checkpoints blocked {_blocked(ledger)}"),
     ]
 

@@ -4,7 +4,9 @@ Rule 1: it never holds up the agent. Nothing is written unless the descriptor sa
 what does not fit waits in a short queue, and a frame that is no longer true is dropped, never a line about a fault.
 Rule 2: it has no thread and no clock. The agent feeds it and calls `tick`; time comes as an argument.
 Rule 3: a closed pipe ends the display, not the job.
-The goodput shown is a running estimate (retained steps x median step time so far / time so far); the report's is exact.
+The goodput shown is a running estimate (retained steps x median time of rank 0's steps / time so far), and none while
+few steps are known; the report's is exact. A fault's line comes with the first new step after it on all ranks and says
+how long after the fault that was; where none comes for a while, or steps are not told of, when the ranks were back.
 """
 
 import os
@@ -28,6 +30,12 @@ PLAIN_S = 5.0
 PIECE = 512
 QUEUE_BYTES = 64 * 1024
 SAMPLES = 512
+FEWEST = 4
+"""Step times that a goodput is estimated from, at least: the first ones are longer than the rest."""
+LATE_S = 20.0
+"""So long a fault's line waits for the first new step."""
+BAR = 28
+BAR_LEAST = 8
 
 
 class Outlet:
@@ -77,7 +85,7 @@ class Outlet:
 
 @dataclass(slots=True)
 class _Fault:
-    """A fault that has not been answered by a roster yet."""
+    """A fault whose line has not been told. `at` is its instant as far as the agent knows: for silence its begin."""
 
     at: float
     kind: str
@@ -86,6 +94,9 @@ class _Fault:
     text: str
     silent_s: float | None = None
     status: int | None = None
+    world_size: int = 0  # before it
+    answer: GenerationStarted | None = None  # the roster after it
+    entered: float = 0.0
 
 
 class Progress:
@@ -100,11 +111,15 @@ class Progress:
         self.survived = 0
         self._began: float | None = None
         self._first_step: int | None = None
-        self._last: tuple[float, int] | None = None
-        self._paces: deque[float] = deque(maxlen=SAMPLES)
+        self._last: tuple[float, int] | None = None  # of this generation
+        self._paces: deque[float] = deque(maxlen=SAMPLES)  # seconds from step to step
+        self._step_s: deque[float] = deque(maxlen=SAMPLES)  # of steps alone
         self._faults: list[_Fault] = []
+        self._came: dict[int, float] = {}  # when each rank has done the first new step
+        self._advised = self._closed = False
         self._ends: dict[int, int] = {}
         self._world = 0
+        self._wrapped = True
         self._shown = float("-inf")
         self._code: int | None = None
         self._frame = StringIO()
@@ -121,14 +136,17 @@ class Progress:
         """Take one of the agent's own events (see telemetry.Sink)."""
         event, now = record.event, record.stamp.mono_s
         match event:
-            case RunStarted(world_size=world):
-                self._began, self._world = now, world
+            case RunStarted(world_size=world, wrapped=wrapped):
+                self._began, self._world, self._wrapped = now, world, wrapped
             case FaultNoticed():
                 self._noticed(event, now)
             case ProcessEnded(child_rank=rank, status=status) if rank is not None:
                 self._ended(rank, status)
             case GenerationStarted():
                 self._survived(event, now)
+            case Notice(text=text, closing=True):
+                self.close(now)
+                self.say(text)
             case Notice(text=text):
                 self.say(text)
             case RunEnded(code=code):
@@ -136,17 +154,38 @@ class Progress:
             case _:
                 pass
 
-    def progress(self, step: int, total: int | None, loss: float | None, now: float) -> None:
-        """A worker has done `step` of `total`; called a few times a second at most."""
+    def begun(self, step: int, total: int, now: float) -> None:
+        """The loop of a generation begins after `step`."""
+        self.step, self.total, self._last = step, total, (now, step)
+        self._first_step = step if self._first_step is None else min(self._first_step, step)
+        self.tick(now)
+
+    def progress(self, step: int, loss: float | None, step_s: float, now: float) -> None:
+        """Rank 0 has done `step`, which took `step_s` seconds by itself; called a few times a second at most."""
         if self._last is not None and step > self._last[1] and now > self._last[0]:
             self._paces.append((now - self._last[0]) / (step - self._last[1]))
-        if self._first_step is None:
-            self._first_step = step - 1 if self._last is None else self._last[1]
-        if self._last is None or step != self._last[1]:
-            self._last = (now, step)
-        self.step, self.total = step, total if total is not None else self.total
+        self._last = (now, step)
+        self._step_s.append(step_s)
+        self.step = step
         self.loss = loss if loss is not None else self.loss
         self.tick(now)
+
+    @property
+    def awaited(self) -> int | None:
+        """The first new step after the faults that are not told yet; None where there is none to wait for."""
+        return max(((fault.step or 0) + 1 for fault in self._faults), default=None) if self.total else None
+
+    def came(self, rank: int, step: int, at_s: float) -> None:
+        """`rank` has done the step that is awaited, or a later one where that was done before the fault after all."""
+        awaited = self.awaited
+        if awaited is None or step < awaited or any(fault.answer is None for fault in self._faults):
+            return
+        self._came[rank] = at_s
+        if len(self._came) == self._world:
+            last = max(self._came.values())
+            for fault in self._faults:
+                self.say(_told(fault, f"first new step {last - fault.at:.2f} s after the fault"))
+            self._faults.clear()
 
     def say(self, text: str) -> None:
         """Show a sentence above the bar."""
@@ -161,7 +200,8 @@ class Progress:
     def tick(self, now: float) -> None:
         """Time has passed: show what has changed, if it is due and the terminal keeps up."""
         self.out.flush()
-        if self.out.closed or self.out.backlog or self._last is None:
+        self._tell_late(now - LATE_S)
+        if self._closed or self.out.closed or self.out.backlog or self.total is None:
             return
         if now - self._shown < (FRAME_S if self._live is not None else PLAIN_S):
             return
@@ -176,12 +216,17 @@ class Progress:
         self._send(self._take())
 
     def close(self, now: float) -> None:
-        """Show the last state and leave the terminal as it was."""
+        """Show the last state and leave the terminal as it was. Once: what is said later stands below it."""
+        if self._closed:
+            self.out.flush()
+            return
+        self._tell_late(now)
+        self._closed = True
         if self._live is not None and self._live.is_started:
             self._live.update(self._bar(now), refresh=True)
             self._live.stop()
             self._send(self._take())
-        elif self._last is not None:
+        elif self.total is not None:
             self._send(f"everstep: {self.status(now)}\n")
         self.out.flush()
 
@@ -208,18 +253,29 @@ class Progress:
         return median(self._paces) if self._paces else None
 
     def goodput(self, now: float) -> float | None:
-        """Retained steps x median step time / time since the run began: an estimate."""
-        pace = self._pace()
-        if pace is None or self._began is None or now <= self._began or self._first_step is None:
+        """Retained steps x median time of a step alone / time since the run began: an estimate."""
+        if len(self._step_s) < FEWEST or self._began is None or now <= self._began or self._first_step is None:
             return None
-        return min(1.0, (self.step - self._first_step) * pace / (now - self._began))
+        return min(1.0, (self.step - self._first_step) * median(self._step_s) / (now - self._began))
 
     def _bar(self, now: float) -> Table:
+        """One line, however narrow the terminal is: first the bar gives way, then figures from the end."""
+        assert self._live is not None
+        step = f"step {self.step}" + (f"/{self.total}" if self.total else "")
+        figures = self._figures(now)
+        room = self._live.console.width - 1 - len(step)
+        while figures and len(" · ".join(figures)) + 1 > room:
+            figures.pop()
+        text = " · ".join(figures)
+        room -= len(text) + 2
+        cells: list[str | ProgressBar] = [step, text] if text else [step]
+        if room >= BAR_LEAST:
+            total = float(self.total) if self.total else None
+            cells.insert(1, ProgressBar(total=total, completed=float(self.step), width=min(BAR, room), pulse=False))
         table = Table.grid(padding=(0, 1), expand=False)
-        done = float(self.step)
-        bar = ProgressBar(total=float(self.total) if self.total else None, completed=done, width=28, pulse=False)
-        total = f"/{self.total}" if self.total else ""
-        table.add_row(f"step {self.step}{total}", bar, " · ".join(self._figures(now)))
+        for _ in cells:
+            table.add_column(no_wrap=True)
+        table.add_row(*cells)
         return table
 
     def _take(self) -> str:
@@ -235,46 +291,86 @@ class Progress:
 
     def _noticed(self, event: FaultNoticed, now: float) -> None:
         silent_s = None if event.last_mark_s is None else now - event.last_mark_s
-        fault = _Fault(now, event.kind, event.injured_rank, event.step, event.text, silent_s)
-        if self._faults and event.kind == "exception":
+        if event.kind == "stall":
+            self._advise(event, silent_s)
+        if self.total is not None:
+            self.step = max(self.step, event.step or 0)
+        fault = _Fault(now, event.kind, event.injured_rank, event.step, event.text, silent_s, world_size=self._world)
+        if event.kind == "stall" and event.last_mark_s is not None:
+            fault.at = event.last_mark_s
+        open_ones = [known for known in self._faults if known.answer is None]
+        if open_ones and event.kind == "exception":
             return  # a peer's complaint about the same fault
-        if self._faults:  # a death seen later names the cause better
-            fault.at = self._faults[0].at
-            self._faults.clear()
+        if open_ones:  # a death seen later names the cause better
+            fault.at = min(fault.at, open_ones[0].at)
+            self._faults.remove(open_ones[0])
         if event.injured_rank is not None:
             fault.status = self._ends.pop(event.injured_rank, None)
         self._faults.append(fault)
 
     def _ended(self, rank: int, status: int) -> None:
         for fault in self._faults:
-            if fault.rank == rank:
+            if fault.rank == rank and fault.answer is None:
                 fault.status = status
                 return
         self._ends[rank] = status
 
     def _survived(self, event: GenerationStarted, now: float) -> None:
-        for fault in self._faults:
-            self.survived += 1
-            self.say(_told(fault, event, now))
-        self._faults.clear()
+        self._world, self._last = event.world_size, None
+        self._came.clear()
         self._ends.clear()
-        if event.number and self._last is not None:
+        for fault in [known for known in self._faults if known.answer is None]:
+            self.survived += 1
+            fault.answer, fault.entered = event, now
+            if self.total is None or (fault.step or 0) >= self.total:  # no step comes, or we are not told
+                self._tell_entered(fault)
+        if event.number and self.total is not None:
             self.step = event.restore_step or 0
-            self._last = None if event.restore_step is None else (now, event.restore_step)
-            self._first_step = 0 if self._first_step is None else min(self._first_step, self.step)
+
+    def _tell_late(self, entered_before: float) -> None:
+        for fault in [known for known in self._faults if known.answer is not None]:
+            if fault.entered <= entered_before:
+                self._tell_entered(fault)
+
+    def _tell_entered(self, fault: _Fault) -> None:
+        self._faults.remove(fault)
+        back = f"{fault.entered - fault.at:.2f} s"
+        entered = f"ranks entered again {back} after the fault"
+        self.say(_told(fault, entered) if self._wrapped else _of_script(fault, back))
+
+    def _advise(self, event: FaultNoticed, silent_s: float | None) -> None:
+        """Once a job: what to do where it was no hang."""
+        if self._advised:
+            return
+        self._advised = True
+        rank = "a rank" if event.injured_rank is None else f"rank {event.injured_rank}"
+        self.say(
+            f"{rank} made no progress{_for(silent_s)}, which is taken for a hang; if it was healthy and only slow: "
+            'run.phase("name") or run.paused() around it, or a longer --soft-timeout'
+        )
 
 
-def _told(fault: _Fault, event: GenerationStarted, now: float) -> str:
-    """One line about a fault and what it cost: step 41: rank 1 killed (SIGKILL); a spare took over in 0.08 s, …"""
+def _told(fault: _Fault, back: str) -> str:
+    """One line about a fault and what it cost: step 41: rank 1 killed (SIGKILL); a spare took over, …"""
+    event = fault.answer
+    assert event is not None
     rank = "a rank" if fault.rank is None else f"rank {fault.rank}"
     why = next((why for member, _, _, why in event.members if member == fault.rank), "kept")
     all_kept = all(why == "kept" for _, _, _, why in event.members)
-    kept = f"{'every process' if all_kept else 'its process'} kept, on after"
-    how = {"kept": kept, "spare": "a spare took over in"}.get(why, "a new process took over in")
+    kept = f"{'every process' if all_kept else 'its process'} kept"
+    how = {"kept": kept, "spare": "a spare took over"}.get(why, "a new process took over")
+    if event.world_size < fault.world_size:
+        how = f"no replacement came, {words.count(event.world_size, 'rank')} go on"
     step = f"step {(fault.step or 0) + 1}"  # the one in flight
     lost = max(0, (fault.step or 0) - (event.restore_step or 0))
-    source = f" from {event.restored_from}" if event.restored_from else ""
-    return f"{step}: {rank} {_what(fault)}; {how} {now - fault.at:.2f} s{source}, {words.count(lost, 'step')} lost"
+    source = f", state from {event.restored_from}" if event.restored_from else ""
+    return f"{step}: {rank} {_what(fault)}; {how}{source}, {back}, {words.count(lost, 'step')} lost"
+
+
+def _of_script(fault: _Fault, back: str) -> str:
+    """The same of a script without the library, whose steps nobody knows."""
+    rank = "a rank" if fault.rank is None else f"rank {fault.rank}"
+    return f"{rank} {_what(fault)}; all ranks begin anew after {back}"
 
 
 def _what(fault: _Fault) -> str:

@@ -83,10 +83,9 @@ def _headline(ledger: Ledger, name: str) -> RenderableType:
     grid.add_column(style="bold", justify="right", no_wrap=True)
     grid.add_column(style="dim")
     world = f"{words.count(opened.world_size, 'rank')}, {words.count(opened.spares, 'spare')}"
-    again = words.count(figures.executions - figures.steps, "step") + " done and not kept"
     efficiency = "1 - time blocked by snapshots and checkpoints / wall"
     grid.add_row("wall time", words.seconds(figures.wall_s), f"{world}: {' '.join(opened.argv)}")
-    grid.add_row("steps", str(figures.steps), again)
+    grid.add_row("steps", words.maybe(figures.steps), words.not_kept(figures))
     grid.add_row("fault-free step", words.seconds(figures.step_s), figures.step_source)
     grid.add_row("training goodput", words.share(figures.training_goodput), "retained steps x fault-free step / wall")
     grid.add_row("infra goodput", words.share(figures.infra_goodput), "wall without detection, stop, regroup, start-up")

@@ -1,197 +1,137 @@
-"""End all communication of the failed attempt, from another thread, while the main thread is blocked inside it.
+"""`Abort`: what ends the waits of the function that is to be left.
 
-A gloo collective hears neither signals nor `abort()` (measured, torch 2.13); it ends 1 ms after its sockets are shut
-down. `init_process_group` waits in the store (E10) and ends when the generation's own connection is shut down. NCCL and
-other backends are aborted by their own call (`nccl.py`).
-
-Rule 1: what is severed is known by what it is: an epoll set that appeared while c10d made a group and has a listening
-        TCP socket in it (gloo), a connection that we opened for this generation (store).
-Rule 2: `abort` touches no bookkeeping of torch; the main thread does that in `finish`, once it has left the function.
-Rule 3: each step has a deadline. What is late is named in `Aborted`, and the caller replaces the worker.
-Rule 4: a connection to the store that nobody waits in is kept for the next generation: to open one looks names up, and
-        a lost DNS packet costs seconds (seen). A second abort severs it in any case.
+Called from a thread that is not the function's, within a limit of time (W18); whatever it does, the wrapper then severs
+what still connects this rank (gloo's sockets, the generation's store), so that no wait is left (W2).
 """
 
-import functools
+import abc
+import contextlib
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from everstep.clock import SYSTEM, Clock
-from everstep.inprocess import nccl, sockets
-from everstep.inprocess.sockets import Handle
-from everstep.resources import REGISTRY, Registry, together
+from everstep import environ, resources
+from everstep.inprocess import nccl
+from everstep.inprocess.state import FrozenState
+from everstep.telemetry import say
 
-_HELPER = "_new_process_group_helper"
-_C10D_FILE = c10d.__file__
-_WAITS_IN_STORE = frozenset(
-    (
-        "init_process_group",
-        "new_group",
-        "_new_group_with_tag",
-        "split_group",
-        "_new_process_group_helper",
-        "_store_based_barrier",
-    )
-)
-"""Functions of c10d that wait in the store, for peers that may never come."""
+ABORT_S = 3.0
+_RECORDER_SIZES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
 
 
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """What an abort did."""
+class Abort(abc.ABC):
+    """Ends something that the function may wait in."""
 
-    severed: int  # connections between ranks
-    stores: int  # connections to a store
-    backends: tuple[str, ...]  # groups ended by their own abort
-    late: tuple[str, ...]  # not ended within the deadline
-    failed: tuple[str, ...]
-    seconds: float
-
-    @property
-    def clean(self) -> bool:
-        """True where everything was ended in time."""
-        return not self.late and not self.failed
+    @abc.abstractmethod
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Do it, and return `state`. What it raises is told, and keeps nothing else from being ended."""
+        ...
 
 
-@dataclass
-class _Window:
-    """A time in which c10d makes a group or we open a store: what appears meanwhile is looked at."""
+class AbortTorchDistributed(Abort):
+    """Ends what this process communicates with: NCCL groups by their own abort, all at the same time; gloo groups by
+    severing their sockets. Groups are destroyed afterwards, by the wrapper, on the function's own thread.
 
-    epolls: set[int]
-    sockets: frozenset[Handle]
+    `torch_fr_trace_path`: a folder for NCCL's Flight Recorder (else NVRX_FR_TRACE_PATH); where torch records, what it
+    has recorded is written to `iter_<n>/rank_<r>` there, before anything is aborted.
+    """
 
+    def __init__(self, torch_fr_trace_path: str | None = None) -> None:
+        self.torch_fr_trace_path = torch_fr_trace_path
 
-@dataclass
-class _Books:
-    """What belongs to the present generation. Guarded by `Communication._lock`."""
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """See `Abort.__call__`."""
+        if dist.is_available() and dist.is_initialized():
+            folder = self.torch_fr_trace_path or environ.get("NVRX_FR_TRACE_PATH")
+            if folder and any(int(environ.get(name, "0") or 0) > 0 for name in _RECORDER_SIZES):
+                _dump(Path(folder) / f"iter_{state.iteration}", state.rank or 0)
+        if _severing:
+            _severing[-1]()
+        else:
+            self.shutdown_all_process_group_backends()
+        return state
 
-    sets: dict[int, frozenset[Handle]] = field(default_factory=dict[int, frozenset[Handle]])  # epoll fd → its listeners
-    stores: set[Handle] = field(default_factory=set[Handle])
-    ports: set[int] = field(default_factory=set[int])  # of the stores
-    windows: list[_Window] = field(default_factory=list[_Window])
-    aborts: int = 0
+    @staticmethod
+    def shutdown_all_process_group_backends() -> None:
+        """Abort the NCCL backends of all groups at the same time; name those that are late or fail."""
+        ended = resources.together({name: _within(act) for name, act in nccl.aborts().items()}, ABORT_S)
+        for what in (*ended.late, *ended.failed):
+            say(f"abort: {what}")
 
-
-class Communication:
-    """All communication of this process's wrapped function."""
-
-    def __init__(self, registry: Registry = REGISTRY, clock: Clock = SYSTEM) -> None:
-        self._registry = registry
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._books = _Books()
-        self._unhook: Callable[[], None] | None = None
-
-    def watch(self) -> bool:
-        """Begin to note the groups that c10d makes. False where this torch has no place to look from.
-
-        Then `abort` judges every epoll set that has come since, which is the same unless the user's function runs a
-        server of its own on threads of C++.
-        """
-        if self._unhook is not None:
-            return True
-        made = getattr(c10d, _HELPER, None)
-        if made is None:
-            self._books.windows.append(self._open_window())
-            return False
-
-        @functools.wraps(made)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self.opening():
-                return made(*args, **kwargs)
-
-        setattr(c10d, _HELPER, watched)
-        self._unhook = lambda: setattr(c10d, _HELPER, made)
-        return True
-
-    def unwatch(self) -> None:
-        """Give c10d back as it was."""
-        if self._unhook is not None:
-            self._unhook()
-            self._unhook = None
-
-    @contextmanager
-    def opening(self, port: int | None = None) -> Generator[None]:
-        """Something of this generation is being opened: a group, or a connection to the store at `port`."""
-        window = self._open_window()
-        with self._lock:
-            self._books.windows.append(window)
-            if port is not None:
-                self._books.ports.add(port)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._settle(window)
-                self._books.windows.remove(window)
-
-    def adopt(self, port: int, fd: int) -> None:
-        """A connection to the store, opened earlier, serves this generation too."""
-        with self._lock:
-            self._books.ports.add(port)
-            self._books.stores |= {handle for at, handle in sockets.sockets().items() if at == fd}
-
-    def abort(self, deadline_s: float) -> Aborted:
-        """End what this generation communicates with. From any thread; may be called again."""
-        began = self._clock.now()
-        enders = nccl.enders()
-        with self._lock:
-            for window in self._books.windows:
-                self._settle(window)
-            groups, stores = dict(self._books.sets), {h.inode: h for h in self._books.stores}
-            waited_in = bool(self._books.windows or self._books.aborts or enders) or _waits_in_store()
-            self._books.aborts += 1
-        severed = sum(_sever_set(epoll, listeners) for epoll, listeners in groups.items())
-        cut = sum(sockets.sever(handle) for handle in stores.values()) if waited_in else 0
-        enders |= self._registry.enders()
-        ended = together(enders, deadline_s, self._clock) if enders else None
-        backends, late, failed = (ended.ended, ended.late, ended.failed) if ended else ((), (), ())
-        return Aborted(severed, cut, backends, late, failed, self._clock.now() - began)
-
-    def finish(self) -> None:
-        """Destroy the groups and forget the generation. Main thread, after the function has been left."""
-        try:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        finally:
-            with self._lock:
-                self._books.sets.clear()
-                self._books.stores.clear()
-                self._books.ports.clear()
-                self._books.aborts = 0
-
-    def _open_window(self) -> _Window:
-        return _Window(sockets.epoll_sets(), frozenset(sockets.sockets().values()))
-
-    def _settle(self, window: _Window) -> None:
-        """Note what has come since the window was opened, and is ours by what it is."""
-        for epoll in sockets.epoll_sets() - window.epolls:
-            listeners = frozenset(handle for handle in sockets.members(epoll) if sockets.listens(handle))
-            if listeners:
-                self._books.sets[epoll] = listeners
-        if self._books.ports:
-            come = set(sockets.sockets().values()) - window.sockets
-            self._books.stores |= {handle for handle in come if sockets.remote_port(handle) in self._books.ports}
+    @staticmethod
+    def shutdown_process_group_backend(group: Any, device: Any) -> None:
+        """Abort the backend of one group for one device, if it can be aborted."""
+        backend = group._get_backend(device)  # noqa: SLF001 - torch has no public name for it
+        end = getattr(backend, "abort", None) or getattr(backend, "_shutdown", None)
+        if end is not None:
+            end()
 
 
-def _sever_set(epoll: int, listeners: frozenset[Handle]) -> int:
-    """Sever the connections of one device, if the descriptor is still that device's: it holds the same listener."""
-    present = sockets.members(epoll)
-    return sum(sockets.sever(handle) for handle in present) if listeners & present else 0
+class AbortTransformerEngine(Abort):
+    """Lets go of Transformer Engine's user buffers and FP8 state, where it has been imported.
+
+    List it before `AbortTorchDistributed` in a Compose: what is listed last runs first, and groups must be aborted
+    before the buffers that they use go.
+    """
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """See `Abort.__call__`."""
+        if "transformer_engine" in sys.modules:
+            base = importlib.import_module("transformer_engine.pytorch.module.base")
+            base.destroy_ub()
+            with contextlib.suppress(ImportError, AttributeError):
+                importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager.reset()
+        return state
 
 
-def _waits_in_store() -> bool:
-    """Tell whether the main thread is inside a call of c10d that waits for peers in the store."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        if frame.f_code.co_filename == _C10D_FILE and frame.f_code.co_name in _WAITS_IN_STORE:
-            return True
-        frame = frame.f_back
-    return False
+class AbortPersistentCheckpointProcesses(Abort):
+    """Ends what writes checkpoints in the background of this process: all that registered as `checkpoint`."""
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """See `Abort.__call__`."""
+        ended = resources.REGISTRY.end(ABORT_S, ("checkpoint",))
+        for what in (*ended.late, *ended.failed):
+            say(f"abort: {what}")
+        return state
+
+
+_severing: list[Callable[[], None]] = []
+_dumping = threading.Lock()
+
+
+@contextlib.contextmanager
+def severing(sever: Callable[[], None]) -> Generator[None]:
+    """While this lasts, `AbortTorchDistributed` has the wrapper's own engine end the communication."""
+    _severing.append(sever)
+    try:
+        yield
+    finally:
+        _severing.remove(sever)
+
+
+def _within(act: Callable[[], object]) -> resources.Ender:
+    def end(deadline_s: float) -> None:
+        del deadline_s  # the caller waits no longer than that
+        act()
+
+    return end
+
+
+def _dump(folder: Path, rank: int) -> None:
+    """Write the Flight Recorder's trace, without stacks: collecting them wants the interpreter lock."""
+    c10d: Any = importlib.import_module("torch._C._distributed_c10d")
+    dump = getattr(c10d, "_dump_nccl_trace", None)
+    if dump is None:
+        return
+    try:
+        with _dumping:
+            trace = dump(includeCollectives=True, includeStackTraces=False, onlyActive=False)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank_{rank}").write_bytes(trace)
+    except Exception as error:  # noqa: BLE001 - a trace is not worth a recovery
+        say(f"NCCL's Flight Recorder was not written to {folder}: {type(error).__name__}: {error}")

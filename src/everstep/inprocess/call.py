@@ -1,7 +1,8 @@
 """The driver of one wrapped call: steps `recovery.core.member` with what happens, and does what the table says.
 
-Threads: `call` and all of its body run on the thread of the wrapped call; `_heard` on the session's waiter thread;
-`_tick` on the ticker. All three step the table under one lock; only the main thread runs, cleans and returns.
+Threads: `call` and all of its body run on the thread of the wrapped call, which is the main thread unless the script
+calls from another; `_heard` on the session's waiter thread; `_tick` on the ticker. All three step the table under one
+lock; only the call's own thread runs, cleans and returns.
 """
 
 import contextlib
@@ -10,49 +11,32 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from everstep import environ
 from everstep.clock import Clock
-from everstep.errors import EverstepError, ExitCode, UsageError
+from everstep.errors import EverstepError, ExitCode, JobEnded, UsageError
 from everstep.events import Arrived, Category, SpanClosed, SpanOpened, StopBegun
+from everstep.inprocess.assignment import Assignment
 from everstep.inprocess.core.pursuit import Verdict
+from everstep.inprocess.exception import RestartAbort
+from everstep.inprocess.function import exit_code
 from everstep.inprocess.interrupt import Interrupter, RankShouldRestart
+from everstep.process import pulse
 from everstep.process.page import Phase as PagePhase
+from everstep.recovery import session as sessions
 from everstep.recovery.core import member
 from everstep.recovery.core.member import Action, Phase
 from everstep.recovery.session import Session
+from everstep.recovery.victims import is_victim
 
 T = TypeVar("T")
 TICK_S = 0.1
-_REFUSALS = (ExitCode.USAGE, ExitCode.CONFIGURATION)
+_REFUSALS = (ExitCode.USAGE, ExitCode.CONFIGURATION, ExitCode.BAD_NODE)
 _DEEPEST = 30
-_PEER_GONE = ("gloo/transport/tcp", "Connection closed by peer", "ncclRemoteError", "NCCL communicator was aborted")
 _WAITS = (f"{os.sep}torch{os.sep}distributed{os.sep}",)
-"""A main thread whose innermost frame lies here waits for other ranks: it is a victim, not a culprit (H1)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """One generation, as this rank was told of it."""
-
-    generation: int
-    epoch: int
-    rank: int
-    world_size: int
-    store: tuple[str, int]
-    companions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-
-    @classmethod
-    def read(cls, message: Mapping[str, Any]) -> "Assignment":
-        """Take it from the agent's message."""
-        host, port = message["store"]
-        return cls(
-            message["generation"], message["epoch"], message["rank"], message["world_size"], (host, port),
-            message["companions"],
-        )  # fmt: skip
+"""A call whose innermost frame lies here waits for other ranks: it is a victim, not a culprit (H1)."""
 
 
 class Cleaner(Protocol):
@@ -91,24 +75,38 @@ class Caller:
         self._changed = threading.Condition()
         self._assignment = Assignment.read(session.assigned)
         self._own, _ = member.step(member.begin(), member.Entered(self._assignment.generation))
-        self._main = threading.get_ident()
+        self._thread = threading.get_ident()  # of the wrapped call; until it is called, where it will most likely be
         self._over = threading.Event()
         self._interrupter: Interrupter | None = None
         self._cleaner: Cleaner | None = None
+        self._inside: Callable[[FrameType], bool] = lambda _: True
+        self._places = pulse.Places()
         self._exit: SystemExit | None = None
+        self._ended: JobEnded | None = None
         session.on("world", self._heard)
 
     # -- main thread ---------------------------------------------------------------------------------------------
 
-    def call(self, body: Callable[[Assignment], T], interrupter: Interrupter, cleaner: Cleaner) -> T:
+    def call(
+        self,
+        body: Callable[[Assignment], T],
+        interrupter: Interrupter,
+        cleaner: Cleaner,
+        wishes: Mapping[str, Any] | None = None,
+        inside: Callable[[FrameType], bool] = lambda _: True,
+    ) -> T:
         """Run `body` in every generation until all ranks have completed one; return what it returned here.
 
-        Raises what asked for the end (SystemExit, KeyboardInterrupt); faults of the body are the ladder's business.
+        `wishes` are this call's own limits, for the agent. `inside` tells of a stack whether it stands in the loop that
+        turns, where steps are not declared. Raises what asked for the end (SystemExit,
+        KeyboardInterrupt, RestartAbort), or JobEnded where no agent ends this process with
+        the job; faults of the body are the ladder's business.
         """
         self._check_place()
         self.session.called = True
-        self._interrupter, self._cleaner = interrupter, cleaner
-        self.session.send({"kind": "world.attached"})
+        self._thread = threading.get_ident()
+        self._interrupter, self._cleaner, self._inside = interrupter, cleaner, inside
+        self.session.send({"kind": "world.attached", **(wishes or {})})
         self._step(member.Called())
         ticker = threading.Thread(target=self._tick, args=(interrupter, cleaner), name="everstep-ticker", daemon=True)
         ticker.start()
@@ -118,6 +116,7 @@ class Caller:
             return self._generations(body, interrupter, cleaner)
         finally:
             sys.unraisablehook = unraisable
+            self.session.send({"kind": "world.left"})
             self._over.set()
             ticker.join()
             interrupter.close()
@@ -125,23 +124,21 @@ class Caller:
 
     def _check_place(self) -> None:
         """Refuse a call that cannot be recovered. The agent is told too: on a thread nobody may look at the error."""
-        text = ""
         if self.session.called:
-            text = (
+            refusal = UsageError(
                 "a second wrapped function was called in this process. Everstep recovers one wrapped call a process "
-                "for now: call the other training from inside the first, or run it as a job of its own."
+                "for now: have the first call the other as a plain function, without its wrapper, or make it a job of "
+                "its own."
             )
-        elif threading.get_ident() != self._main:
-            text = "the wrapped function must be called on the main thread: signals interrupt only there."
-        if text:
-            refusal = UsageError(text)
             self._refuse(refusal)
             raise refusal
 
     def _generations(self, body: Callable[[Assignment], T], interrupter: Interrupter, cleaner: Cleaner) -> T:
         result: list[T] = []
         while True:
-            self._wait_for(Phase.RUNNING, Phase.DONE)
+            self._wait_for(
+                Phase.RUNNING, Phase.UNWINDING, Phase.DONE
+            )  # told to leave before we woke: left at its entry
             if self._phase() is Phase.DONE:
                 break
             result = []
@@ -166,7 +163,7 @@ class Caller:
         except RankShouldRestart as interrupt:
             self._step(member.Unwound())
             return interrupt
-        except (SystemExit, KeyboardInterrupt) as end:
+        except (SystemExit, KeyboardInterrupt, RestartAbort) as end:
             return self._asked(end)
         except BaseException as error:  # noqa: BLE001 - whatever a user's function raises is a fault of the generation
             self._raised(error)
@@ -174,7 +171,7 @@ class Caller:
         self._step(member.Returned())
         return None
 
-    def _asked(self, end: SystemExit | KeyboardInterrupt) -> BaseException | None:
+    def _asked(self, end: SystemExit | KeyboardInterrupt | RestartAbort) -> BaseException | None:
         """`sys.exit(0)` is a way to complete; any other code ends the job with it (IR-12).
 
         Unless this generation is being left: then it is what the function made of our interrupt, and void.
@@ -186,10 +183,13 @@ class Caller:
         if self._phase() is not Phase.RUNNING:
             self._step(member.Raised(), error=end)
             return end
-        code = 130 if isinstance(end, KeyboardInterrupt) else end.code if isinstance(end.code, int) else 1
+        self._ask_for_the_end(end)
+        raise end
+
+    def _ask_for_the_end(self, end: SystemExit | KeyboardInterrupt | RestartAbort) -> None:
+        code = 130 if isinstance(end, KeyboardInterrupt) else exit_code(end)
         text = f"{_brief(end)}, raised in the wrapped function, asked for the end"
         self.session.send({"kind": "world.asked", "code": code, "text": text})
-        raise end
 
     def _raised(self, error: BaseException) -> None:
         """Say what happened, once and in full, before anything of it is dropped."""
@@ -222,15 +222,7 @@ class Caller:
         telemetry = self.session.telemetry
         telemetry.rank, telemetry.generation = assignment.rank, assignment.generation
         self.session.page.enter(assignment.generation, now)
-        environ.update(
-            {
-                "RANK": str(assignment.rank),
-                "WORLD_SIZE": str(assignment.world_size),
-                "MASTER_ADDR": assignment.store[0],
-                "MASTER_PORT": str(assignment.store[1]),
-                "TORCHELASTIC_RESTART_COUNT": str(assignment.generation),
-            }
-        )
+        environ.update(assignment.environment())
 
     def _clean(self, error: BaseException | None, cleaner: Cleaner) -> None:
         generation = self._assignment.generation
@@ -238,6 +230,9 @@ class Caller:
         self.session.telemetry.emit(StopBegun(number=generation))
         try:
             dirt = cleaner.clean(error)
+        except RestartAbort as end:  # of a callback: it knows that another attempt is of no use
+            self._ask_for_the_end(end)
+            raise
         except Exception as trouble:  # noqa: BLE001 - a process that cannot be cleaned is replaced, whatever the reason
             self.session.send({"kind": "world.replace", "text": f"cleaning failed: {_brief(trouble)}"})
             self._step(member.Unhealthy())
@@ -257,6 +252,8 @@ class Caller:
             while self._own.phase not in phases:
                 if self._own.phase is Phase.LEFT:
                     os._exit(1)
+                if self._ended is not None:
+                    raise self._ended
                 self._changed.wait(1.0)
             if self._own.phase in (Phase.DONE, Phase.CHECKING) and Phase.DONE in phases and Phase.RUNNING not in phases:
                 self.session.telemetry.emit(SpanClosed(category=Category.COMPLETION.value))
@@ -281,8 +278,8 @@ class Caller:
             self.session.telemetry.emit(Arrived(number=generation + 1))
             self.session.send({"kind": "world.arrived", "generation": generation + 1, "dirt": list(dirt)})
         elif action is Action.REPORT_FAULT:
-            text = _brief(error)
-            self.session.send({"kind": "world.fault", "generation": generation, "fault": "exception", "text": text})
+            told = {"generation": generation, "fault": "exception", "text": _brief(error)}
+            self.session.send({"kind": "world.fault", **told, "victim": is_victim(error)})
         elif action is Action.REPORT_COMPLETED:
             self.session.send({"kind": "world.completed", "generation": generation})
         elif action is Action.LEAVE:
@@ -302,33 +299,70 @@ class Caller:
                     self._step(member.Entered(message["generation"]))
             case "world.finish":
                 self._step(member.Finished(message["generation"]))
+            case "world.ended":
+                self._end(JobEnded(message["text"]))
             case "world.probe":
-                stack, waiting = self._where()
-                self.session.send({"kind": "world.heard", "stack": stack, "waiting": waiting})
+                self.session.send({"kind": "world.heard", **self._where()})
             case _:
                 pass
 
-    def _where(self) -> tuple[str, bool]:
-        """Return the main thread's stack as text, and whether it waits for other ranks."""
-        frame: FrameType | None = sys._current_frames().get(self._main)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]  # the documented name
+    def _end(self, ended: JobEnded) -> None:
+        """The job is over, and nobody ends this process: leave the function, if need be, and raise from the call."""
+        with self._changed:
+            self._ended = ended
+            if self._own.phase in (Phase.RUNNING, Phase.COMPLETING):
+                self._step(member.Told(self._own.generation))
+            self._changed.notify_all()
+
+    def _where(self) -> dict[str, Any]:
+        """Return the stack of the call's thread as text, and whether it waits for others and is in its loop."""
+        frame: FrameType | None = sys._current_frames().get(self._thread)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]  # the documented name
         if frame is None:
-            return "", False
+            return {"stack": "", "waiting": False, "inside": False}
         waiting = any(part in frame.f_code.co_filename for part in _WAITS)
-        return "".join(traceback.format_stack(frame)[-_DEEPEST:])[-4000:], waiting
+        stack = "".join(traceback.format_stack(frame)[-_DEEPEST:])[-4000:]
+        return {"stack": stack, "waiting": waiting, "inside": self._inside(frame)}
 
     # -- ticker --------------------------------------------------------------------------------------------------
 
     def _tick(self, interrupter: Interrupter, cleaner: Cleaner) -> None:
+        sign, told = pulse.of(self._thread), False
         while not self._clock.wait(self._over, TICK_S):
-            now = self._clock.now()
-            self.session.page.tick(now)
-            cleaner.tick()
-            verdict = interrupter.pursue(now)
-            if verdict is Verdict.SEVER:
-                cleaner.abort()
-            elif verdict is Verdict.REPLACE:
-                text = "it does not leave the function: the interrupt was deferred or swallowed for too long"
-                self.session.send({"kind": "world.replace", "text": text})
+            try:
+                self._beat(sign, interrupter, cleaner)
+            except Exception as trouble:  # noqa: BLE001 - a device that fails, say: nobody would pursue an interrupt then
+                if not told:
+                    self.session.send({"kind": "world.replace", "text": f"its ticker failed: {_brief(trouble)}"})
+                told = True
+
+    def _beat(self, sign: pulse.Sign, interrupter: Interrupter, cleaner: Cleaner) -> None:
+        now, page = self._clock.now(), self.session.page
+        page.tick(now)
+        if sign.beat():
+            page.moved(now)
+            page.seen(self._places.look(page.progress, sys._current_frames().get(self._thread)))  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]  # the documented name
+        cleaner.tick()
+        verdict = interrupter.pursue(now)
+        if verdict is Verdict.SEVER:
+            cleaner.abort()
+        elif verdict is Verdict.REPLACE:
+            text = "it does not leave the function: the interrupt was deferred or swallowed for too long"
+            stack = self._where()["stack"]
+            self.session.send({"kind": "world.replace", "text": f"{text}\n{stack}".rstrip()})
+
+
+_prepared: Caller | None = None
+
+
+def install(caller: Caller) -> None:
+    """Make `caller` the one of this process: by what prepares a worker of an agent, once."""
+    global _prepared
+    _prepared = caller
+
+
+def current() -> Caller | None:
+    """Return the caller of this process where an agent started it, else None."""
+    return _prepared if _prepared is not None and sessions.current() is _prepared.session else None
 
 
 def _quiet(hook: Callable[[Any], object]) -> Callable[[Any], object]:
@@ -339,11 +373,6 @@ def _quiet(hook: Callable[[Any], object]) -> Callable[[Any], object]:
             hook(unraisable)
 
     return heard
-
-
-def is_victim(error: BaseException) -> bool:
-    """True for what gloo and NCCL raise when a peer is gone: another rank's fault has the traceback that matters."""
-    return isinstance(error, RuntimeError) and any(sign in _brief(error) for sign in _PEER_GONE)
 
 
 def _brief(error: BaseException | None) -> str:

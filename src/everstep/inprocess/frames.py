@@ -16,9 +16,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import psutil
 
@@ -62,6 +62,17 @@ def drop(error: BaseException | None) -> None:
     for name in ("last_exc", "last_value", "last_traceback"):
         if getattr(sys, name, None) is not None:
             setattr(sys, name, None)
+
+
+def inside(matches: Callable[[CodeType], bool]) -> bool:
+    """Tell whether a thread of this process is inside a function whose code matches."""
+    for frame in sys._current_frames().values():  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        within: FrameType | None = frame
+        while within is not None:
+            if matches(within.f_code):
+                return True
+            within = within.f_back
+    return False
 
 
 def _family(error: BaseException | None) -> Iterator[BaseException]:

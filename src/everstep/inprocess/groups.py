@@ -6,6 +6,7 @@ never meet (EXPERIMENTS P9, E10, E11). DTensor's random tracker broadcasts at it
 broadcasts and survivors do not (B2).
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -52,6 +53,16 @@ def caches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "DTensor cache in C++", lambda: find(torch, "_C._clear_DTensor_sharding_propagator_cache")()
     yield "DTensor propagation cache", _clear_propagation
     yield "DTensor function caches", _clear_function_caches
+
+
+def forget() -> None:
+    """Take all groups out of torch's books without ending them: somebody else does that, and holds them until then."""
+    for item in items():
+        with contextlib.suppress(Absent):
+            item.write(None)
+    for _, empty in caches():
+        with contextlib.suppress(Exception):  # a registry that this torch has not got
+            empty()
 
 
 def _clean(name: str, read: Callable[[], Any], clean: Any, reset: Callable[[], object]) -> Item:

@@ -3,7 +3,7 @@
 torch 2.13's `env://` hands out the launcher's store as it is, expecting a new one for each restart (EXPERIMENTS P10,
 E12: old addresses, then a failed mesh). While a generation is entered, ours serves `env://` in its place.
 
-Rule 1: each generation has the prefix `epoch/generation`; a second default group within it has a prefix of its own too.
+Rule 1: each generation has its place (`store.keys`) for a prefix; a second default group within it has one of its own.
 Rule 2: each connection is opened inside `Communication.opening`, so that abort finds and severs it, half-open or not.
 Rule 3: a connection that the last generation left in step is taken up again; what was severed is not.
 Rule 4: opening is bounded, and begins with a probe that a signal ends (P1); torch's own constructor comes after it.
@@ -19,7 +19,8 @@ from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
 
-from everstep.inprocess.abort import Communication
+from everstep.inprocess.communication import Communication
+from everstep.store import keys
 from everstep.store.connection import OPEN_S, Connection
 from everstep.store.probe import probe
 
@@ -30,7 +31,7 @@ Served = tuple[dist.Store, int, int]
 
 
 class Place(Protocol):
-    """One generation as this rank was told of it; `inprocess.call.Assignment` is one."""
+    """One generation as this rank was told of it; `inprocess.assignment.Assignment` is one."""
 
     @property
     def generation(self) -> int:
@@ -67,19 +68,20 @@ class Meeting:
         self._lock = threading.Lock()
         self._place: Place | None = None
         self._opened: list[Connection] = []
+        self._groups = 0  # opened for groups in this generation
         self._kept: Connection | None = None
 
     @contextmanager
     def entered(self, place: Place) -> Generator[None]:
         """While this lasts, `env://` leads to `place`'s prefix."""
         handlers = _handlers()
-        before = handlers.get(_SCHEME)
+        before, outer = handlers.get(_SCHEME), self._place
         self._place = place
         handlers[_SCHEME] = self._serve
         try:
             yield
         finally:
-            self._place = None
+            self._place = outer
             if before is not None:
                 handlers[_SCHEME] = before
 
@@ -92,21 +94,28 @@ class Meeting:
 
     def open(self) -> dist.Store:
         """Open a connection of this generation's own; return the store that its next group meets on."""
+        with self._lock:
+            number, self._groups = self._groups, self._groups + 1
+        return self._opened_at(f"/{number}" if number else "")
+
+    def aside(self) -> dist.Store:
+        """The same for what is no group: keys of this generation that no group's keys meet, on whichever rank asks."""
+        return self._opened_at("/aside")
+
+    def _opened_at(self, suffix: str) -> dist.Store:
         place = self._present()
         host, port = place.store
         connection = self._take(host, port) or self._connect(host, port)
         with self._lock:
-            number = len(self._opened)
             self._opened.append(connection)
         client: Any = connection.client
         client.set_timeout(timedelta(seconds=self._group_s))
-        prefix = f"{place.epoch}/{place.generation}" + (f"/{number}" if number else "")
-        return dist.PrefixStore(prefix, client)
+        return dist.PrefixStore(keys.place(place.epoch, place.generation) + suffix, client)
 
     def leave(self) -> None:
         """Let go of the generation's connections, but for one that may serve the next. Main thread, groups are gone."""
         with self._lock:
-            opened, self._opened = self._opened, []
+            opened, self._opened, self._groups = self._opened, [], 0
         for connection in opened:
             if self._kept is None and connection.in_step():
                 self._kept = connection

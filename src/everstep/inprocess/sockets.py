@@ -99,6 +99,24 @@ def remote_port(handle: Handle) -> int | None:
             return None
 
 
+def end_reading(handle: Handle) -> socket.socket | None:
+    """Have this side of a connected TCP socket read its end, and the other side notice nothing.
+
+    Returns a duplicate that keeps the connection up for as long as it is open; None where nothing was done.
+    """
+    borrowed = _borrowed(handle)
+    if borrowed is None:
+        return None
+    try:
+        if not borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            borrowed.shutdown(socket.SHUT_RD)
+            return borrowed
+    except OSError:  # not connected (any more)
+        pass
+    borrowed.close()
+    return None
+
+
 def sever(handle: Handle) -> bool:
     """Shut a connected TCP socket down in both directions; True where that was done. Never a listening one."""
     borrowed = _borrowed(handle)

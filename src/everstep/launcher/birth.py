@@ -28,11 +28,12 @@ import torch
 
 from everstep import environ
 from everstep.launcher import console
-from everstep.process import kernel, mark
+from everstep.process import kernel, mark, stacks
 from everstep.process.page import Page
 from everstep.recovery import session
 from everstep.recovery.core.words import Incarnation
 from everstep.recovery.link import Link, LinkClosed
+from everstep.recovery.victims import is_victim
 
 _HOPELESS = (SyntaxError, ImportError)
 """What a script raises before it could have trained, and will raise again: told to the agent, never restarted."""
@@ -65,13 +66,18 @@ def leave(code: int) -> NoReturn:
     like this too). No thread of C++ is met by a half-dead interpreter either (E8: exit status 134).
     """
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue]  # what Py_Finalize calls
+        _wait_for_threads()
         atexit._run_exitfuncs()  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]  # and this
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
     finally:
         os._exit(code)
+
+
+def _wait_for_threads() -> None:
+    """Do what the interpreter does after the last line of a script; a second time it does nothing."""
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue]  # what Py_Finalize calls
 
 
 def _help(link: Link, order: Mapping[str, Any]) -> int:
@@ -91,7 +97,7 @@ def _named(dotted: str) -> Callable[..., Any]:
 def _work(link: Link, order: Mapping[str, Any], go: Mapping[str, Any], fds: list[int]) -> int:
     me = session.Session(
         link=link,
-        page=Page(fds[1]),
+        page=Page(fds[1], stacks=True),
         job=order["job"],
         run_dir=Path(order["run_dir"]),
         slot=order["slot"],
@@ -126,8 +132,10 @@ def _begin(me: session.Session, begin: Mapping[str, Any]) -> int:
     session.install(me)
     _fresh_randomness(begin["threads"])
     if begin["prepare"]:
+        me.send({"kind": "world.listens", "signal": stacks.listen(me.page.stacks_fd)})
         _named(begin["prepare"])(me)
     code = _run(me, begin)
+    _wait_for_threads()  # the wrapped call may be on one of them, and is heard until it is over
     me.stop()
     return code
 
@@ -222,7 +230,8 @@ def _exit_code(end: SystemExit) -> int:
 def _tell(me: session.Session, error: BaseException) -> None:
     """Say what the script died of: one that never came to its wrapped call, or cannot be imported, is not restarted."""
     hopeless = isinstance(error, _HOPELESS) or (begun_wrapped(me) and not me.called)
-    me.send({"kind": "world.script_failed", "text": f"{type(error).__name__}: {_text(error)}", "hopeless": hopeless})
+    text = f"{type(error).__name__}: {_text(error)}"
+    me.send({"kind": "world.script_failed", "text": text, "hopeless": hopeless, "victim": is_victim(error)})
 
 
 def begun_wrapped(me: session.Session) -> bool:

@@ -7,26 +7,20 @@ import ast
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from everstep.errors import ConfigurationError, UsageError
+from everstep.recovery.core.words import Policy
 
-_DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS = _DECIMAL | {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _MOST_FILES_READ = 200
+REPLACEMENT_S = 60.0
+"""So long is a new process awaited in a lost rank's place where the world may shrink: forking one takes 0.1 s, a new
+zygote some seconds, and one that cannot fork is asked again for 30 s."""
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*,?")
 _RANKS = re.compile(r"(\s*\d+\s*(,|$))*")
 MARK = re.compile(r"\beverstep\b")
-
-
-def bytes_of(text: str) -> int:
-    """Read `8GB`, `512MiB` or a plain number of bytes; UsageError otherwise."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise UsageError(f"{text!r} is not an amount of memory; write for example 512MiB or 8GB.")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +34,8 @@ class LaunchConfig:
     nproc: int = 1
     spares: int = 1
     max_restarts: int | None = None
+    min_world_size: int | None = None
+    replacement_timeout_s: float | None = None
     grace_s: float = 15.0
     soft_timeout_s: float | None = None
     hard_timeout_s: float | None = None
@@ -62,12 +58,41 @@ class LaunchConfig:
             raise UsageError(f"--spares {self.spares}: give 0 or more.")
         if self.max_restarts is not None and self.max_restarts < 0:
             raise UsageError(f"--max-restarts {self.max_restarts}: give 0 or more, or leave it out.")
+        self._check_shrinking()
         if self.module and self.no_python:
             raise UsageError(
                 "--module and --no-python contradict each other: one runs a Python module, the other none."
             )
         self._check_times()
         self._check_streams()
+
+    def _check_shrinking(self) -> None:
+        least, limit = self.min_world_size, self.replacement_timeout_s
+        if least is not None and not 1 <= least <= self.nproc:
+            raise UsageError(
+                f"--min-world-size {least}: give 1 to {self.nproc} (--nproc-per-node), or leave it out for a world "
+                "that keeps its size."
+            )
+        if limit is not None and not 0 <= limit < float("inf"):
+            raise UsageError(f"--replacement-timeout {limit:g}: seconds, 0 or more.")
+        if least is not None and not self.wrapped:
+            raise UsageError(
+                f"--min-world-size {least}: the ranks that are left go on in a wrapped function, and neither "
+                f"{self.script} nor what it imports from beside it names everstep. Wrap the training function in "
+                "@everstep.inprocess.Wrapper, or leave the flag out."
+            )
+
+    @property
+    def policy(self) -> Policy:
+        """What the world machine is to know of it."""
+        limit = self.replacement_timeout_s
+        if limit is None and self.min_world_size is not None:
+            limit = REPLACEMENT_S
+        known = Policy(
+            world_size=self.nproc, max_restarts=self.max_restarts, deaf=not self.wrapped,
+            min_world_size=self.min_world_size, replace_deadline_s=limit,
+        )  # fmt: skip
+        return replace(known, start_deadline_s=max(known.start_deadline_s, limit or 0.0))
 
     def _check_times(self) -> None:
         soft, hard = self.soft_timeout_s, self.hard_timeout_s
@@ -110,6 +135,8 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         nproc=int(flags["nproc"]),
         spares=(1 if wrapped else 0) if spares is None else spares,
         max_restarts=flags["max_restarts"],
+        min_world_size=flags.get("min_world_size"),
+        replacement_timeout_s=flags.get("replacement_timeout"),
         grace_s=float(flags["grace"]),
         soft_timeout_s=flags.get("soft_timeout"),
         hard_timeout_s=flags.get("hard_timeout"),

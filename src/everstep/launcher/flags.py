@@ -37,19 +37,44 @@ def build(extensions: Sequence[str]) -> argparse.ArgumentParser:
     parser.prog = "everstep run"
     parser.allow_abbrev = False
     parser.description = "Start one worker a rank, keep spares warm, and keep the job stepping through faults."
-    parser.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS"))  # noqa: TID251 - torch's own convention
+    # Not torch's own defaults: 3 and 0 restarts, and up to 2.12 the port 29500, which only one job of a node can have.
+    given = {name: os.environ.get(f"PET_{name.upper()}") for name in ("max_restarts", "master_port")}  # noqa: TID251 - torch's own convention
+    parser.set_defaults(**given)
+    _explain(parser)
     group = parser.add_argument_group("everstep")
 
     def add(name: str, **settings: Any) -> None:
         group.add_argument(*_spellings(name), action=env, **settings)
 
     add("spares", type=int, default=None, help="Warm workers without a rank, ready to take one over (default 1).")
+    add(
+        "min-world-size",
+        type=int,
+        default=None,
+        help="Go on with so few ranks where a lost one is not replaced (default: the world keeps its size). State that "
+        "run.steps keeps is resharded; where it means nothing with fewer ranks the job ends with code 75.",
+    )
+    add(
+        "replacement-timeout",
+        type=float,
+        default=None,
+        help="Seconds that a new process in a lost rank's place is awaited, 0: only a spare that is there. Then "
+        "the world shrinks where it may, else the job ends with code 75 (default 60 with --min-world-size, else 600).",
+    )
     add("grace", type=float, default=15.0, help="Seconds between asking everything to end and SIGKILL (default 15).")
     add("preload", type=str, default=None, help="Modules that the zygote imports beforehand, or `none`.")
     add("run-dir", type=str, default=None, help="Folder of this run's events, logs and report.")
     add("checkpoint-dir", type=str, default=None, help="Where checkpoints are committed; none without it.")
     add("checkpoint-interval", type=int, default=None, help="Steps from one checkpoint to the next (default 100).")
-    add("checkpoint-keep", type=int, default=2, help="Complete checkpoints that are kept (default 2).")
+    add("checkpoint-keep", type=int, default=2, help="The newest complete checkpoints that are kept (default 2).")
+    add("checkpoint-keep-every", type=int, default=None, help="Beside them those of steps that are multiples of it.")
+    add("checkpoint-keep-best", type=int, default=0, help="Beside them so many of the best by --checkpoint-metric.")
+    add(
+        "checkpoint-metric",
+        type=str,
+        default=None,
+        help="A name that rank 0 gives to run.log, less is better; NAME:max where more is.",
+    )
     add(
         "snapshot-memory",
         type=str,
@@ -67,6 +92,16 @@ def build(extensions: Sequence[str]) -> argparse.ArgumentParser:
         module, _, function = dotted.partition(":")
         getattr(importlib.import_module(module), function)(parser)
     return parser
+
+
+def _explain(parser: argparse.ArgumentParser) -> None:
+    """Say of torch's own flags what they mean here, where that is something else."""
+    meanings = {
+        "max_restarts": "Restarts of the whole job before it fails; left out, a fault that made progress since the "
+        "last one is free, and three alike at the same step end the job."
+    }
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to an action
+        action.help = meanings.get(action.dest, action.help)
 
 
 def parse(argv: Sequence[str], extensions: Sequence[str] = ()) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from everstep import environ
 from everstep.clock import SYSTEM
 from everstep.errors import ConfigurationError, EverstepError, ExitCode
 from everstep.events import Notice, RunStarted
+from everstep.launcher.again import Job
 from everstep.launcher.agent.agent import Agent
-from everstep.launcher.agent.loop import Loop
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.zygotes import Refused
 from everstep.launcher.config import LaunchConfig, from_flags, writable
 from everstep.launcher.preload import top_level_imports
+from everstep.process.loop import Loop
 from everstep.recovery.api import Companion
 from everstep.telemetry import JsonLines, Sink, Telemetry, say
 
@@ -31,9 +32,10 @@ class Riders:
     companions: list[Companion] = field(default_factory=list[Companion])
     environment: dict[str, str] = field(default_factory=dict[str, str])  # workers find it in theirs
     sinks: list[Sink] = field(default_factory=list[Sink])  # hear the agent's own events as they come
+    notices: list[str] = field(default_factory=list[str])  # what the operator should know before it begins
 
 
-MakeRiders = Callable[[LaunchConfig, Path], Riders]
+MakeRiders = Callable[[LaunchConfig], Riders]
 
 
 def main(argv: Sequence[str], extensions: Sequence[str], riders: MakeRiders) -> int:
@@ -79,20 +81,27 @@ def _run(
     nursery.start_zygote()
     flags = nursery.zygotes.ask({"argv": list(argv), "extensions": list(extensions)}, "zygote.flags")["flags"]
     config = from_flags(flags)
+    riding = riders(config)  # what is refused leaves no folder behind
     run_dir = run_folder(flags.get("run_dir"))
     with _held(run_dir):
+        here = Job.of(config)
+        other = here.check(run_dir)
         telemetry.sinks.append(JsonLines(run_dir / "events" / f"agent-{os.getpid()}.jsonl"))
         nursery.run_dir = str(run_dir)
         for event in nursery.early:
             telemetry.emit(event)
         say(f"run folder {run_dir}")
-        riding = riders(config, run_dir)
         nursery.environment |= riding.environment
         telemetry.sinks += riding.sinks
         for text in nursery.notices:
             nursery.notice(text)
-        started = RunStarted(job=job, argv=tuple(argv), world_size=config.nproc, spares=config.spares)
+        started = RunStarted(
+            job=job, argv=tuple(argv), world_size=config.nproc, spares=config.spares, wrapped=config.wrapped,
+            script=here.script, arguments=here.arguments,
+        )  # fmt: skip
         telemetry.emit(started)
+        for text in (*riding.notices, *other):
+            telemetry.emit(Notice(text=text, level="warning"))
         if not config.wrapped and flags.get("spares") is None:
             text = f"{config.script} names everstep nowhere: no spare is kept, a fault begins all of its workers anew"
             telemetry.emit(Notice(text=text))

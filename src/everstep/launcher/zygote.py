@@ -46,6 +46,7 @@ BASE_IMPORTS = (
     "torch._dynamo",
     "everstep.training",
     "everstep.checkpoint.writer",
+    "everstep.checkpoint.dcp",
     "everstep.launcher.birth",
 )
 """What every worker needs, and torch's lazy modules, which must never be interrupted half imported (I1, E18)."""

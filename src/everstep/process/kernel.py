@@ -10,6 +10,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
+_PF_EXITING = 0x4  # <linux/sched.h>
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -69,6 +70,7 @@ class Status:
     session: int
     cpu_s: float  # user and system time of all threads
     start: int  # ticks since boot: with the pid, an identity
+    ending: bool = False  # it exits: it runs no more of its own code, and may not be reaped yet
 
 
 def status(pid: int) -> Status | None:
@@ -84,7 +86,15 @@ def status(pid: int) -> Status | None:
         session=int(rest[3]),
         cpu_s=(int(rest[11]) + int(rest[12])) / _TICKS,
         start=int(rest[19]),
+        ending=rest[0] in "ZX" or bool(int(rest[6]) & _PF_EXITING),
     )
+
+
+def give_memory_back() -> None:
+    """Have the C library return what has been freed to the kernel; nothing where it cannot (musl)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def other_threads() -> list[str]:
@@ -116,6 +126,11 @@ def children() -> list[int]:
         mine = os.getpid()
         return [pid for pid, stat in processes().items() if stat.parent == mine]
     return [int(word) for text in lists for word in text.split()]
+
+
+def children_of(pid: int) -> list[int]:
+    """Children of another process, the dead not yet reaped left out. Reads all of /proc: not for every tick."""
+    return [child for child, stat in processes().items() if stat.parent == pid and stat.state != "Z"]
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> bool:

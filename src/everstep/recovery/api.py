@@ -34,8 +34,12 @@ class Host(Protocol):
     """What the agent offers its companions."""
 
     clock: Clock
-    world_size: int
     run_dir: str
+
+    @property
+    def world_size(self) -> int:
+        """Of the present roster, also while a companion is told of it; before the first, what the job starts with."""
+        ...
 
     def send(self, rank: int, message: Message, fds: Sequence[int] = ()) -> None:
         """Send to the worker that holds `rank` in the present roster; dropped where nobody holds it."""
@@ -101,4 +105,19 @@ class Companion(Protocol):
 
     def close(self) -> None:
         """The job is over; descriptors and files are released."""
+        ...
+
+
+class PeerCompanion(Companion, Protocol):
+    """A companion in a world without an agent: one of them beside every rank, none of which sees another's rank.
+
+    What one tells, all hear, in the same order, its own words too, before the roster that follows.
+    """
+
+    def telling(self) -> Message:
+        """Our rank has left its generation: return what all must know to come to the same answer in `on_roster`."""
+        ...
+
+    def told(self, rank: int, message: Message) -> None:
+        """Whoever stands beside `rank`, as it was numbered until now, tells this."""
         ...

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,6 +53,10 @@ class Link:
         """With False, a full line raises BlockingIOError in `send` and an empty one in `receive`."""
         self._end.setblocking(flag)
 
+    def patience(self, seconds: int) -> None:
+        """Let `receive` raise BlockingIOError where nothing has come for so long; 0: it waits for ever."""
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))
+
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         """Send one message. Raises LinkClosed when nobody is there, ValueError when it is larger than MAX_MESSAGE."""
         packet = json.dumps(message, separators=(",", ":")).encode()
@@ -86,7 +91,7 @@ class Link:
         Raises LinkClosed at the end, and ValueError for what is not a message of ours; its descriptors are closed.
         """
         try:
-            packet, fds, flags, _ = socket.recv_fds(self._end, MAX_PACKET + 1, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            packet, fds, flags = self._receive()
         except BlockingIOError:
             raise
         except OSError as error:
@@ -102,6 +107,17 @@ class Link:
                 with contextlib.suppress(OSError):
                     os.close(fd)
             raise
+
+    def _receive(self) -> tuple[bytes, list[int], int]:
+        """Return the next packet, empty at the end, its descriptors and flags.
+
+        Where the other side has closed with something of ours unread, the kernel says so once (ECONNRESET) before it
+        hands over what the other side had still said: its last words are not lost.
+        """
+        try:
+            return socket.recv_fds(self._end, MAX_PACKET + 1, MAX_FDS, socket.MSG_CMSG_CLOEXEC)[:3]
+        except ConnectionResetError:
+            return socket.recv_fds(self._end, MAX_PACKET + 1, MAX_FDS, socket.MSG_CMSG_CLOEXEC)[:3]
 
     def shutdown(self) -> None:
         """End the line for both sides; a thread inside `receive` returns with LinkClosed."""

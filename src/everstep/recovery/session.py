@@ -9,7 +9,9 @@ Threads: `serve` runs on the waiter thread, which owns receiving; everything els
 import itertools
 import os
 import queue
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,9 +107,17 @@ class Session:
                 message, fds = self.link.receive()
             except LinkClosed:
                 break
-            self._dispatch(message, fds)
+            try:
+                self._dispatch(message, fds)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the agent must hear that this process is not well
+                self._unwell(str(message["kind"]), error)
         if self._waiter is not None:
             (self.lost or _end_now)()
+
+    def _unwell(self, kind: str, error: Exception) -> None:
+        """A handler has failed, so this process has not done what it was told: it asks to be replaced, and hears on."""
+        sys.stderr.write("".join(traceback.format_exception(error)))
+        self.send({"kind": "world.replace", "text": f"it failed over {kind}: {error!r}"[:2000]})
 
     def _dispatch(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
         waiting = self._replies.get(message.get("answers", -1))

@@ -3,8 +3,9 @@
 Rule 1: every call ends by its deadline, with an answer or with StoreTimeout (the host did not answer in time).
 Rule 2: a write counts when the call returns: the host has answered after it. A StoreError from a write means "unknown":
         it may stand or not; say it again, which is safe for all calls here.
-Rule 3: `create` is the only way to decide anything: the key is made once, and whoever finds its own value standing has
-        won. So values that compete carry their writer's id. An empty value is refused: TCPStore takes it for none.
+Rule 3: things are decided by `create`, which makes a key once, or by `swap`, which replaces exactly what one knows.
+        Whoever finds its own value standing has won, so values that compete carry their writer's id. An empty value is
+        refused: TCPStore takes it for none.
 Rule 4: a store object is one connection with one owner: the first thread that calls it. Another thread takes a `clone`.
 Rule 5: no value is larger than MAX_VALUE; larger things travel elsewhere (TCPStore drops a connection above 8 MiB).
 """
@@ -32,8 +33,16 @@ class Store(Protocol):
         """Put the value if the key is not there; return what stands. Equal to one's own: won, now or before."""
         ...
 
+    def swap(self, key: str, known: bytes, value: bytes, *, timeout_s: float | None = None) -> bytes | None:
+        """Put the value if exactly `known` stands; return what stands, None where nothing does. `known` is another."""
+        ...
+
     def wait(self, keys: Sequence[str], *, timeout_s: float | None = None) -> bool:
         """Wait until all keys are there: True. False where the host is well and the keys have not come in time."""
+        ...
+
+    def gather(self, keys: Sequence[str], *, timeout_s: float | None = None) -> tuple[bytes, ...] | None:
+        """Wait as `wait` does; return the values in one answer, or None where they have not come in time."""
         ...
 
     def delete(self, key: str, *, timeout_s: float | None = None) -> bool:
@@ -70,3 +79,11 @@ def check_value(key: str, value: bytes) -> None:
             f"store key {key!r}: the value has {len(value)} bytes, more than {MAX_VALUE}; pass a file, a descriptor or "
             "the address of who has it"
         )
+
+
+def check_swap(key: str, known: bytes, value: bytes) -> None:
+    """Raise UsageError for what `swap` cannot tell apart, and for a value that no store may hold."""
+    check_value(key, known)
+    check_value(key, value)
+    if known == value:
+        raise UsageError(f"store key {key!r}: the value is the one that is known; write another, with its writer's id")

@@ -3,10 +3,14 @@
 TCPStore's calls ignore their timeout when the host is frozen or cut off (EXPERIMENTS E1, P1). The one thing that ends
 such a call is the end of its connection: `shutdown(2)` on its descriptor, from another thread (E3: at once). A `Guard`
 is that thread. It sleeps on a condition until the next deadline, in Python, never inside C++ (P11).
+
+Rule 1: a call that ends in time wakes nobody. The thread sleeps on until the deadline that it knows of, and only a call
+        whose deadline is nearer wakes it: two switches of threads a call would cost more than the call.
 """
 
 import heapq
 import itertools
+import math
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -39,6 +43,7 @@ class Guard:
         self._waiting: list[tuple[float, int, Watch]] = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()
+        self._wakes = math.inf  # when the thread looks again by itself
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"everstep-guard-{name}", daemon=True)
         self._thread.start()
@@ -51,7 +56,8 @@ class Guard:
         """A call begins."""
         with self._changed:
             heapq.heappush(self._waiting, (watch.deadline, next(self._numbers), watch))
-            if self._waiting[0][2] is watch:
+            if watch.deadline < self._wakes:
+                self._wakes = watch.deadline
                 self._changed.notify()
 
     def drop(self, watch: Watch) -> None:
@@ -64,9 +70,10 @@ class Guard:
     def _run(self) -> None:
         with self._changed:
             while not self._closed:
-                left = self._waiting[0][0] - SYSTEM.now() if self._waiting else None
-                if left is None or left > 0:
-                    self._changed.wait(left)
+                self._wakes = self._waiting[0][0] if self._waiting else math.inf
+                left = self._wakes - SYSTEM.now()
+                if left > 0:
+                    self._changed.wait(None if left == math.inf else left)
                     continue
                 _, _, watch = heapq.heappop(self._waiting)
                 if not watch.over:

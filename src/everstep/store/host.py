@@ -6,6 +6,10 @@ is dead, its address refuses connections and can be bound again (against E9).
 
     {"kind": "store.ready", "host": "127.0.0.1", "port": 40001}        or
     {"kind": "store.failed", "text": "port 29500 on 127.0.0.1 cannot be used: …"}
+
+and is told when a generation has begun, so that what stood there for earlier ones can go:
+
+    {"kind": "store.forget", "epoch": 0, "generation": 7}
 """
 
 import contextlib
@@ -15,6 +19,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch.distributed import TCPStore
+
+from everstep.store import keys
 
 
 class Line(Protocol):
@@ -49,5 +55,14 @@ def main(link: Line, host: str = "127.0.0.1", port: int = 0) -> None:
     with contextlib.suppress(ConnectionError):
         link.send({"kind": "store.ready", "host": host, "port": port})
         while True:
-            link.receive()
+            message, _ = link.receive()
+            if message["kind"] == "store.forget":
+                forget(server, int(message["epoch"]), int(message["generation"]))
     del server
+
+
+def forget(server: Any, epoch: int, generation: int) -> None:
+    """Delete the keys of earlier generations. A torch that cannot list them keeps them."""
+    for key in server.list_keys() if hasattr(server, "list_keys") else ():
+        if keys.past(key, epoch, generation):
+            server.delete_key(key)

@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from everstep.errors import StoreError, StoreTimeout
-from everstep.store.api import check_value
+from everstep.store.api import check_swap, check_value
 
 
 class Health(enum.Enum):
@@ -84,6 +84,16 @@ class MemoryStore:
             self._host.changed.notify_all()
             return values.setdefault(key, value)
 
+    def swap(self, key: str, known: bytes, value: bytes, *, timeout_s: float | None = None) -> bytes | None:
+        """See `Store.swap`."""
+        del timeout_s
+        check_swap(key, known, value)
+        with self._call(f"swap {key!r}") as values:
+            if values.get(key) == known:
+                values[key] = value
+                self._host.changed.notify_all()
+            return values.get(key)
+
     def wait(self, keys: Sequence[str], *, timeout_s: float | None = None) -> bool:
         """See `Store.wait`."""
         what = f"wait for {', '.join(keys)}"
@@ -94,6 +104,13 @@ class MemoryStore:
 
         with self._call(what):
             return self._host.changed.wait_for(come, self._timeout_s if timeout_s is None else timeout_s)
+
+    def gather(self, keys: Sequence[str], *, timeout_s: float | None = None) -> tuple[bytes, ...] | None:
+        """See `Store.gather`."""
+        if not self.wait(keys, timeout_s=timeout_s):
+            return None
+        with self._call(f"gather {', '.join(keys)}") as values:
+            return tuple(values[key] for key in keys)
 
     def delete(self, key: str, *, timeout_s: float | None = None) -> bool:
         """See `Store.delete`."""

@@ -5,13 +5,16 @@ TCPStore's own timeouts and successes are not trusted (EXPERIMENTS P1, P2, P8, P
 Rule 1: every call runs under a guard that ends it at its deadline; after that the connection is dead, and says so.
 Rule 2: `set` and `append` report success to a dead host (E2), so `set` is followed by a read on the same connection,
         which the host serves in order: its answer proves that the write was served.
-Rule 3: compare-and-set is used create-only, with no empty value (an empty one counts as missing, and a mismatch on a
-        missing key returns the *expected* value: E5).
+Rule 3: compare-and-set is used with no empty value: an empty one counts as missing, and a mismatch on a missing key
+        returns the *expected* value (E5). `create` expects nothing, `swap` takes that answer for "missing".
 Rule 4: two threads on one client block each other for as long as one waits (E4), so the second one is refused.
 Rule 5: torch's `list_keys` keeps the interpreter lock, so that no guard of ours can run beside it: it is asked only of
         a host that has just answered, and the kernel ends it (SO_RCVTIMEO).
 Rule 6: a wait that ends for want of keys is told from one that ends for want of a host: the client's own timeout comes
         GRACE_S before the guard's.
+Rule 7: `get` is one question: torch's own waits for a key, so that one which is deleted after a look would be waited
+        for. A compare-and-set that expects what nobody writes changes nothing and answers with the value, or with what
+        it expected where there is none (E5).
 """
 
 import datetime
@@ -21,12 +24,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from everstep.errors import StoreError, StoreTimeout
-from everstep.store.api import check_value
+from everstep.store.api import check_swap, check_value
 from everstep.store.connection import OPEN_S, Connection, brief
 from everstep.store.guard import Guard
 
 T = TypeVar("T")
 GRACE_S = 0.5
+_NOTHING = b"\x00everstep: nothing stands here\x00"
 
 
 class TcpStore:
@@ -85,7 +89,8 @@ class TcpStore:
 
     def get(self, key: str, *, timeout_s: float | None = None) -> bytes | None:
         """See `Store.get`."""
-        return self._call(f"get {key!r}", timeout_s, lambda c: c.get(key) if c.check([key]) else None)
+        found = self._call(f"get {key!r}", timeout_s, lambda c: bytes(c.compare_set(key, _NOTHING, _NOTHING)))
+        return None if found == _NOTHING else found
 
     def set(self, key: str, value: bytes, *, timeout_s: float | None = None) -> None:
         """See `Store.set`."""
@@ -102,20 +107,25 @@ class TcpStore:
         check_value(key, value)
         return self._call(f"create {key!r}", timeout_s, lambda c: bytes(c.compare_set(key, "", value)))
 
+    def swap(self, key: str, known: bytes, value: bytes, *, timeout_s: float | None = None) -> bytes | None:
+        """See `Store.swap`. Where nothing stands, torch answers with what was expected (E5), and sets nothing."""
+        check_swap(key, known, value)
+        found = self._call(f"swap {key!r}", timeout_s, lambda c: bytes(c.compare_set(key, known, value)))
+        return None if found == known else found
+
     def wait(self, keys: Sequence[str], *, timeout_s: float | None = None) -> bool:
         """See `Store.wait`. Where the host does not answer, StoreTimeout comes GRACE_S after `timeout_s`."""
         limit = self._timeout_s if timeout_s is None else timeout_s
+        return self._call(_waits(keys), limit + GRACE_S, lambda c: _come(c, list(keys), limit))
 
-        def come(client: Any) -> bool:
-            if client.check(list(keys)):
-                return True
-            try:
-                client.wait(list(keys), datetime.timedelta(seconds=limit))
-            except RuntimeError:
-                return bool(client.check(list(keys)))  # raises where it was not the keys but the host
-            return True
+    def gather(self, keys: Sequence[str], *, timeout_s: float | None = None) -> tuple[bytes, ...] | None:
+        """See `Store.gather`."""
+        limit = self._timeout_s if timeout_s is None else timeout_s
 
-        return self._call(f"wait for {', '.join(keys)}", limit + GRACE_S, come)
+        def fetch(client: Any) -> tuple[bytes, ...] | None:
+            return tuple(map(bytes, client.multi_get(list(keys)))) if _come(client, list(keys), limit) else None
+
+        return self._call(_waits(keys), limit + GRACE_S, fetch)
 
     def delete(self, key: str, *, timeout_s: float | None = None) -> bool:
         """See `Store.delete`."""
@@ -148,3 +158,19 @@ class TcpStore:
         self._gone = self._gone or "closed"
         self._connection.close()
         self._guard.close()
+
+
+def _come(client: Any, keys: list[str], limit_s: float) -> bool:
+    """Wait for keys; raises where it was not they that did not come but the host."""
+    if client.check(keys):
+        return True
+    try:
+        client.wait(keys, datetime.timedelta(seconds=limit_s))
+    except RuntimeError:
+        return bool(client.check(keys))
+    return True
+
+
+def _waits(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""  # noqa: PLR2004 - enough to know which they are
+    return f"wait for {', '.join(keys[:3])}{more}"

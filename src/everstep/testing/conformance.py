@@ -79,6 +79,23 @@ def create_after_delete_is_new(open_store: OpenStore) -> None:
     assert ours.create("again/a", b"2") == b"2"
 
 
+def swap_replaces_what_is_known(open_store: OpenStore) -> None:
+    """Only exactly that; who knows an older value learns the present one, and where nothing stands, that."""
+    ours, theirs = open_store(), open_store()
+    assert ours.swap("swap/a", b"1", b"2") is None
+    assert ours.get("swap/a") is None
+    ours.set("swap/a", b"1")
+    assert theirs.swap("swap/a", b"1", b"2 by them") == b"2 by them"
+    assert ours.swap("swap/a", b"1", b"2 by us") == b"2 by them"
+    assert theirs.swap("swap/a", b"1", b"2 by them") == b"2 by them"
+    assert ours.swap("swap/a", b"2 by them", b"\xff\x00\xfe") == b"\xff\x00\xfe"
+    assert ours.get("swap/a") == b"\xff\x00\xfe"
+    with refused(UsageError, "write another"):
+        ours.swap("swap/a", b"1", b"1")
+    with refused(UsageError, "write at least a byte"):
+        ours.swap("swap/a", b"", b"1")
+
+
 def many_creators_one_winner(open_store: OpenStore) -> None:
     """Of eight that race, all see the same winner, and it is one of them."""
     stores, seen = [open_store() for _ in range(8)], dict[int, bytes]()
@@ -140,6 +157,17 @@ def wait_ends_without_keys(open_store: OpenStore) -> None:
     assert not ours.wait(["late/b"], timeout_s=SHORT_S)
     ours.set("late/b", b"2")
     assert ours.wait(["late/a", "late/b"], timeout_s=SHORT_S)
+
+
+def what_is_gathered_comes_in_order(open_store: OpenStore) -> None:
+    """All values in the order that was asked for, or nothing where one of them has not come; the connection is well."""
+    ours = open_store()
+    keys = [f"gather/{number}" for number in range(300)]
+    for number, key in enumerate(keys):
+        ours.set(key, b"%d" % number)
+    assert ours.gather(keys[::-1], timeout_s=LONG_S) == tuple(b"%d" % number for number in range(300))[::-1]
+    assert ours.gather([*keys, "gather/never"], timeout_s=SHORT_S) is None
+    assert ours.get("gather/0") == b"0"
 
 
 def keys_are_listed_by_prefix(open_store: OpenStore) -> None:
@@ -206,7 +234,9 @@ def _every_call(store: Store) -> tuple[Callable[[], object], ...]:
         lambda: store.get("gone/a"),
         lambda: store.set("gone/a", b"2"),
         lambda: store.create("gone/b", b"2"),
+        lambda: store.swap("gone/a", b"1", b"2"),
         lambda: store.wait(["gone/a"]),
+        lambda: store.gather(["gone/a"]),
         lambda: store.delete("gone/a"),
         lambda: store.list(),
     )
@@ -230,10 +260,12 @@ STORE_CHECKS: tuple[Callable[[OpenStore], None], ...] = (
     what_is_set_is_read,
     create_happens_once,
     create_after_delete_is_new,
+    swap_replaces_what_is_known,
     many_creators_one_winner,
     empty_and_huge_values_are_refused,
     wait_sees_keys_come,
     wait_ends_without_keys,
+    what_is_gathered_comes_in_order,
     keys_are_listed_by_prefix,
     another_thread_takes_a_clone,
     a_connection_is_owned_by_who_calls_first,

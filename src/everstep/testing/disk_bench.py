@@ -12,6 +12,7 @@ from typing import Any
 
 from everstep.checkpoint.core.manifest import Manifest
 from everstep.checkpoint.core.plan import Committed, Plan, Sealed, choose
+from everstep.checkpoint.core.retention import Keep
 from everstep.checkpoint.disk import Disk
 from everstep.checkpoint.fileops import FileOps
 from everstep.checkpoint.intent_client import IntentClient
@@ -107,7 +108,8 @@ class BenchWriter:
         self._bench.disk.on_child_exit(self, -9)
 
     def close(self) -> None:
-        """Close both ends."""
+        """Close both ends, and what it holds."""
+        self.scribe.close()
         self.link.close()
         self._theirs.close()
 
@@ -129,13 +131,15 @@ class BenchWriter:
 class DiskBench:
     """Agent, ranks and writers. Implements `recovery.api.Host`."""
 
+    shelf_type = BenchShelf
+
     def __init__(
         self,
         directory: str,
         *,
         world_size: int = 2,
         interval: int = 10,
-        keep: int | None = 2,
+        keep: Keep | int | None = 2,
         files: Callable[[int], FileOps] = lambda rank: UnsyncedFiles(),
         clock: Clock = SYSTEM,
     ) -> None:
@@ -146,8 +150,8 @@ class DiskBench:
         self.generation = -1
         self.rechecks = 0
         self._files = files
-        self.shelf = BenchShelf(world_size)
-        self.disk = Disk(directory, interval, self.shelf, keep)
+        self.shelf = self.shelf_type(world_size)
+        self.disk = self.make(directory, interval, keep)
         self.clients = [self._client(rank) for rank in range(world_size)]
         try:
             self.disk.start(self)
@@ -155,6 +159,10 @@ class DiskBench:
             assert not self.disk.problems()  # asked and closed, as the agent does
             self.disk.close()
             raise
+
+    def make(self, directory: str, interval: int, keep: Keep | int | None) -> Disk:
+        """Make the companion that is tried."""
+        return Disk(directory, interval, self.shelf, keep)
 
     def _client(self, rank: int) -> IntentClient:
         return IntentClient(lambda message: self.disk.on_message(rank, message, ()))

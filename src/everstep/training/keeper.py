@@ -7,13 +7,14 @@ iterator is made; the random generators last, right before the first step.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from everstep.checkpoint.core.plan import MEMORY
 from everstep.checkpoint.intent_client import IntentClient
-from everstep.checkpoint.load import State, open_checkpoint
+from everstep.checkpoint.load import State, open_for
 from everstep.checkpoint.snapshot import Recovered, Snapshotter
 from everstep.clock import Clock
-from everstep.errors import ConfigurationError, DamagedCheckpoint, UsageError
+from everstep.errors import ConfigurationError, DamagedCheckpoint, StateMismatch, UsageError, WorldTooSmall
 from everstep.events import Category, Notice, Restored, SpanClosed, SpanOpened
-from everstep.inprocess.call import Assignment
+from everstep.inprocess.assignment import Assignment
 from everstep.telemetry import Telemetry, say
 from everstep.training.exact import rebuilt_in_another_order
 from everstep.training.loop import Epochs
@@ -21,6 +22,10 @@ from everstep.training.loop import Epochs
 LOADER = "loader"
 EPOCHS = "epochs"
 _DISK = "disk"
+
+
+class CannotBeKept(UsageError):
+    """What the script trains with has no state that a restart could begin from."""
 
 
 class Keeper:
@@ -40,6 +45,7 @@ class Keeper:
         self._told = assignment.companions.get("snapshot", {})
         self._disk = assignment.companions.get(_DISK)
         self._saved: State | None = None
+        self._resettle: int | None = None  # the step that a world of another size had saved
         self.epochs = Epochs()
 
     def open(
@@ -56,7 +62,7 @@ class Keeper:
                 if name in kept:
                     raise UsageError(f"run.steps({name}=…): the name {name!r} is taken by the loader; choose another.")
             if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-                raise UsageError(
+                raise CannotBeKept(
                     f"the loader, a {type(loader).__qualname__}, has no state_dict and load_state_dict: its position "
                     "cannot be kept, and a restart would repeat or skip data. Use torchdata's StatefulDataLoader, or "
                     "everstep.training.Positioned around a sequence."
@@ -65,7 +71,7 @@ class Keeper:
         try:
             self._snapshotter.bind(kept)
         except TypeError as error:  # it names the key; a restart would meet it again
-            raise UsageError(str(error)) from error
+            raise CannotBeKept(str(error)) from error
 
     def _check_disk(self, directory: str | None, interval: int | None) -> None:
         """The agent holds the directory from the start on: what the script asks for must be what it was told."""
@@ -81,36 +87,72 @@ class Keeper:
                     f"first rank starts: give --{name} to `everstep run`, or set EVERSTEP_{what.upper()}."
                 )
 
-    def restore(self) -> int:
+    def restore(self, total: int) -> int:
         """See `parts.Keeper.restore`."""
         source = self._told.get("restore")
+        if source is None and self._told.get("unfit"):
+            raise WorldTooSmall(
+                f"{self._world_size} ranks are left, and {self._told['unfit']}, not all of whose parts can be had. "
+                f"{self._mend()}"
+            )
         if source is None:
             self._snapshotter.take(0)  # so that a fault in the first step begins from these very weights
             return 0
         began = self._clock.now()
         self._telemetry.emit(SpanOpened(category=Category.RESTORE.value))
-        recovered = self._snapshotter.restore() or self._from_disk(source)
+        try:
+            recovered = self._snapshotter.restore() or self._from_disk(source)
+        except StateMismatch as error:
+            self._too_small(source, error)
+            raise
+        self._resettle = recovered.step if self._saved_by(source) != self._world_size else None
         seconds, step = self._clock.now() - began, recovered.step
         self._telemetry.emit(
             Restored(step=step, tier=recovered.tier, bytes=recovered.bytes, seconds=seconds, why=recovered.why)
         )
         self._telemetry.emit(SpanClosed(category=Category.RESTORE.value))
+        if self._rank == 0 and recovered.tier == source["tier"] != MEMORY:
+            self._intents.restored(step, total)
         return step
 
     def _from_disk(self, source: Mapping[str, Any]) -> Recovered:
         try:
-            saved = self._saved = open_checkpoint(source["path"], self._rank, self._world_size)
-            return self._snapshotter.restore_from(int(source["step"]), source["tier"], saved.layout, saved.bytes_of)
+            saved = self._saved = open_for(source["path"], self._snapshotter.bound)
+            saved.prepare()
+            return self._snapshotter.restore_from(
+                int(source["step"]), source["tier"], saved.layout, saved.bytes_of, saved.refused
+            )
         except DamagedCheckpoint as error:
             self._intents.damaged(int(source["step"]), str(error))
             raise
 
+    def _saved_by(self, source: Mapping[str, Any]) -> int:
+        """The size of the world whose state this is."""
+        return int(source.get("saved_by") or self._world_size)
+
+    def _too_small(self, source: Mapping[str, Any], error: StateMismatch) -> None:
+        """A world that has lost ranks may have state that only all of them can take up: a new start with all can."""
+        saved_by = self._saved_by(source)
+        if self._generation and self._world_size < saved_by:
+            raise WorldTooSmall(
+                f"{self._world_size} ranks are left, and the state of step {source['step']}, which {saved_by} ranks "
+                f"kept, cannot be taken up by them: {error} {self._mend()}"
+            ) from error
+
+    def _mend(self) -> str:
+        if self._disk is None:
+            return "Nothing was written to disk: --checkpoint-dir writes what a job can go on from."
+        return "Start the job again with all of them: it goes on from its newest checkpoint (docs/checkpoints.md)."
+
     def restore_randomness(self) -> None:
-        """See `parts.Keeper.restore_randomness`."""
+        """See `parts.Keeper.restore_randomness`. What another world saved is sealed in this one's form at once."""
         self._snapshotter.restore_generators()
         saved, self._saved = self._saved, None
         if saved is not None:
             saved.close()
+        step, self._resettle = self._resettle, None
+        if step is not None:
+            self._snapshotter.resettle(step)
 
     def take(self, step: int) -> None:
         """See `parts.Keeper.take`."""
@@ -120,6 +162,12 @@ class Keeper:
         taken = self._snapshotter.take(step, hold=due)
         if due:
             self._intents.staged(taken.buffer if taken.held else None)
+
+    def measured(self, step: int, values: Mapping[str, float]) -> None:
+        """See `parts.Keeper.measured`: rank 0's count, and only what retention asks for."""
+        metric = (self._disk or {}).get("metric")
+        if self._rank == 0 and metric and metric in values:
+            self._intents.measured(step, {metric: values[metric]})
 
     def finish(self, step: int) -> None:
         """See `parts.Keeper.finish`: the agent saves the last step from memory when all have completed."""

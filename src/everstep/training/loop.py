@@ -42,11 +42,13 @@ class Steps:
         parts = self._parts
         parts.close_setup()
         parts.keeper.open(self._state, self._loader, checkpoint_dir, checkpoint_interval)
-        done = parts.keeper.restore()
+        done = parts.keeper.restore(self._total)
         batches = _Batches(self._loader, parts.keeper.epochs) if self._loader is not None else None
         parts.keeper.restore_randomness()
         faults = parts.arm_faults(self._total, self._state)
         parts.page_resumed(done)
+        if parts.rank == 0:
+            parts.show_begun(done, self._total)
         try:
             for step in range(done + 1, self._total + 1):
                 faults.at_boundary(step)
@@ -57,7 +59,7 @@ class Steps:
         finally:
             faults.detach()
             self._write_late()
-            parts.enter_phase(Phase.NONE)  # also after a `break`: what comes then is no step, and has no limit
+            parts.enter_phase(Phase.AFTER)  # also after a `break`: what comes then is no step
         parts.keeper.finish(self._total)
 
     def _one(self, step: int, given: Any) -> Generator[Any]:
@@ -71,7 +73,8 @@ class Steps:
         finally:
             self._parts.emit_all([(done, ended), *_span(Category.SNAPSHOT, ended, after)])
         self._parts.page_step(step)
-        self._show(step, after)
+        self._parts.show_new(step, ended)
+        self._show(step, ended - began, after)
 
     def _fetch(self, batches: "_Batches") -> Any:
         began = self._clock.now()
@@ -90,6 +93,7 @@ class Steps:
             return StepDone(step=step, seconds=seconds)
         numbers = {name: float(v) for name, v in values.items()}
         self._parts.last_values = numbers
+        self._parts.keeper.measured(step, numbers)
         return StepDone(step=step, seconds=seconds, values=numbers)
 
     def _write_late(self) -> None:
@@ -98,12 +102,13 @@ class Steps:
             step, seconds, values = late
             numbers = {name: float(v) for name, v in values.items()}
             self._parts.last_values = numbers
+            self._parts.keeper.measured(step, numbers)
             self._parts.late(step, seconds, numbers)
 
-    def _show(self, step: int, now: float) -> None:
+    def _show(self, step: int, seconds: float, now: float) -> None:
         if self._parts.rank == 0 and (now - self._shown_s >= SHOWN_EVERY_S or step == self._total):
             self._shown_s = now
-            self._parts.show(step, self._total)
+            self._parts.show(step, seconds)
 
 
 def _span(category: Category, began: float, ended: float) -> list[tuple[Event, float | None]]:

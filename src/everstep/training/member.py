@@ -12,7 +12,7 @@ from everstep.clock import Clock
 from everstep.events import Category, Event, SpanClosed, SpanOpened, StepValues
 from everstep.faults import hooks as faults
 from everstep.faults.calls import Calls
-from everstep.inprocess.call import Assignment
+from everstep.inprocess.assignment import Assignment
 from everstep.inprocess.cleaning import Cleaning
 from everstep.inprocess.interrupt import Interrupter
 from everstep.process.page import Phase
@@ -101,6 +101,7 @@ class MemberParts:
         self.keeper = keeper
         self.phase = Phase.FIRST
         self.last_values: dict[str, float] = {}
+        self._new_step: int | None = assignment.companions.get("progress", {}).get("new")
         self._setup = (Category.REBUILD if assignment.generation else Category.STARTUP).value
 
     def emit(self, event: Event, *, at_s: float | None = None) -> None:
@@ -153,11 +154,21 @@ class MemberParts:
 
     def mark(self) -> None:
         """See `Parts.mark`."""
-        self._session.page.mark(self.clock.now())
+        self._session.page.ping(self.clock.now())
 
-    def show(self, step: int, total: int) -> None:
+    def show_begun(self, step: int, total: int) -> None:
+        """See `Parts.show_begun`."""
+        self._session.send({"kind": "progress.begun", "step": step, "total": total})
+
+    def show(self, step: int, seconds: float) -> None:
         """See `Parts.show`."""
-        self._session.send({"kind": "progress.step", "step": step, "total": total, "values": self.last_values})
+        self._session.send({"kind": "progress.step", "step": step, "seconds": seconds, "values": self.last_values})
+
+    def show_new(self, step: int, at_s: float) -> None:
+        """See `Parts.show_new`."""
+        if self._new_step is not None and step >= self._new_step:
+            self._new_step = None
+            self._session.send({"kind": "progress.new", "step": step, "at_s": at_s})
 
     def atomic(self) -> contextlib.AbstractContextManager[None]:
         """See `Parts.atomic`."""

@@ -36,8 +36,11 @@ class Keeper(Protocol):
         """Say what the state is; refuses what cannot be saved, by its key."""
         ...
 
-    def restore(self) -> int:
-        """Bring back the newest state that all ranks can; return the last step done in it, 0 for a start."""
+    def restore(self, total: int) -> int:
+        """Bring back the newest state that all ranks can; return the last step done in it, 0 for a start.
+
+        `total`: the steps that the whole job has.
+        """
         ...
 
     def restore_randomness(self) -> None:
@@ -46,6 +49,10 @@ class Keeper(Protocol):
 
     def take(self, step: int) -> None:
         """`step` is done: keep its state."""
+        ...
+
+    def measured(self, step: int, values: Mapping[str, float]) -> None:
+        """What was logged at `step`, as soon as it is known: by it the best checkpoints are kept."""
         ...
 
     def finish(self, step: int) -> None:
@@ -113,8 +120,16 @@ class Parts(Protocol):
         """A sign of progress."""
         ...
 
-    def show(self, step: int, total: int) -> None:
-        """Tell whoever watches."""
+    def show_begun(self, step: int, total: int) -> None:
+        """Tell whoever watches that the loop begins after `step`."""
+        ...
+
+    def show(self, step: int, seconds: float) -> None:
+        """Tell whoever watches how far this job is: `step` took that long."""
+        ...
+
+    def show_new(self, step: int, at_s: float) -> None:
+        """`step` was done: tell whoever waits for the first new one after a fault, where it is that."""
         ...
 
     def atomic(self) -> contextlib.AbstractContextManager[None]:

@@ -1,14 +1,17 @@
 """`@everstep.resilient`: the whole ladder around one function."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 
 from everstep import environ
-from everstep.inprocess.call import Assignment, Caller
-from everstep.recovery import session as sessions
+from everstep.inprocess import call
+from everstep.inprocess.assignment import Assignment
+from everstep.inprocess.call import Caller
+from everstep.inprocess.function import check_function, in_this_process
 from everstep.recovery.session import Session
 from everstep.training import alone, member
 from everstep.training.exact import make_exact
@@ -17,13 +20,10 @@ from everstep.training.run import Run
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_caller: Caller | None = None
-
 
 def prepare(session: Session) -> None:
     """Have a new worker hear its agent, before the script's first line. Called by the launcher, by name."""
-    global _caller
-    _caller = Caller(session)
+    call.install(Caller(session))
     session.open_ledger()
     session.start()
 
@@ -60,14 +60,22 @@ def resilient(
 
 
 def _wrap(function: Callable[Concatenate[Run, P], T], backend: str | None, exact: bool) -> Callable[P, T]:
+    check_function(function)
+    if next(iter(inspect.signature(function).parameters), "") in ("self", "cls"):
+        raise TypeError(
+            f"{function.__qualname__} is a method, and would get its Run in the place of its object. Wrap it bound, "
+            f"everstep.resilient(it.{function.__name__})(), or decorate a function."
+        )
+
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         if exact:
             make_exact()
-        if sessions.current() is None or _caller is None:
+        caller = call.current()
+        if caller is None:
             return alone.call(lambda run: function(run, *args, **kwargs), chosen, environ.placement())
-        return _with_agent(_caller, lambda run: function(run, *args, **kwargs), chosen)
+        return _with_agent(caller, lambda run: function(run, *args, **kwargs), chosen)
 
     return wrapped
 
@@ -77,7 +85,7 @@ def _with_agent(caller: Caller, function: Callable[[Run], T], backend: str) -> T
 
     def body(assignment: Assignment) -> T:
         with ours.generation(assignment) as run:
-            return function(run)
+            return in_this_process(lambda: function(run))
 
     try:
         return caller.call(body, ours.interrupter, ours)

@@ -1,4 +1,5 @@
-"""Two ranks of FSDP2 save through Everstep; worlds of 1, 2 and 3 that never import it load with DCP. Usage: script DIR.
+"""Two ranks of FSDP2 save through Everstep; worlds of 1, 2 and 3 that never import it load with DCP, and Everstep's own
+reader takes it up in worlds of 2 (DDP) and 3, to the same bits. Usage: script DIR.
 
 One process imports torch and forks all ranks; it runs no tensor operation itself.
 """
@@ -114,6 +115,34 @@ def restore(rank):
     compare(model, optimizer)
 
 
+def reshard(rank, world, kind):
+    """Everstep's own reader, in another world, or in one that is divided otherwise."""
+    join(rank, world, f"reshard-{world}-{kind}")
+    from everstep.checkpoint.load import open_for
+    from everstep.checkpoint.walk import StateWalk
+
+    model, optimizer = build(kind == "fsdp", 2)
+    outer = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
+    train(outer, optimizer, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    walk = StateWalk({"model": outer, "optimizer": optimizer, "scheduler": scheduler}, rank=rank, world_size=world)
+    with open_for(f"{WHERE}/step-{STEP}", walk) as state:
+        state.prepare()
+        walk.restore(state.layout, state.bytes_of, state.refused)
+        walk.restore_generators(state.layout, state.bytes_of)
+    compare(model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == torch.load(f"{WHERE}/lr.pt")
+    train(outer, optimizer, 1)  # and it trains on
+
+
+def reshard_2_ddp(rank):
+    reshard(rank, 2, "ddp")
+
+
+def reshard_3(rank):
+    reshard(rank, 3, "fsdp")
+
+
 def compare(model, optimizer):
     expected, found = torch.load(f"{WHERE}/expected.pt"), everything(model, optimizer)
     assert expected.keys() == found.keys(), expected.keys() ^ found.keys()
@@ -175,5 +204,7 @@ if __name__ == "__main__":
     ranks(1, publish)
     ranks(SAVERS, restore)
     for count, function in ((1, load_1_plain), (1, load_1), (2, load_2), (3, load_3)):
+        ranks(count, function)
+    for count, function in ((2, reshard_2_ddp), (3, reshard_3)):
         ranks(count, function)
     print("all worlds agree")

@@ -93,6 +93,7 @@ def train(kind: str, world: int, folder: str, attempt: str, dies: dict[int, int]
             step += 1
             link.send({"kind": "loss", "step": step, "loss": loss.item().hex(), "batch": batch.tolist()})
             snapshotter.take(step)
+        del state  # before its groups: see rule 5 of inprocess.communication
         dist.destroy_process_group()
 
     return body

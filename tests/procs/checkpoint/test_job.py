@@ -23,14 +23,18 @@ LIMIT_S = 90
 class Job:
     """One `everstep run`, of two ranks where nothing else is said."""
 
-    def __init__(self, tmp_path, name, steps, *, pause_s=0.0, interval=10, directory="ckpt", ranks=2, keep=2, spares=0):
+    def __init__(
+        self, tmp_path, name, steps, *, pause_s=0.0, interval=10, directory="ckpt", ranks=2, keep=2, spares=0, more=(),
+        environment=None,
+    ):  # fmt: skip
         self.run, self.losses = tmp_path / name, tmp_path / f"{name}.losses"
-        flags = ["--nproc-per-node", str(ranks), "--spares", str(spares), "--run-dir", str(self.run)]
+        flags = ["--nproc-per-node", str(ranks), "--spares", str(spares), "--run-dir", str(self.run), *more]
+        where = directory if "://" in directory else str(tmp_path / directory)
         flags += ["--checkpoint-keep", str(keep)]
-        flags += ["--checkpoint-dir", str(tmp_path / directory), "--checkpoint-interval", str(interval)]
+        flags += ["--checkpoint-dir", where, "--checkpoint-interval", str(interval)]
         command = [sys.executable, "-m", "everstep.cli", "run", *flags, str(SCRIPT), str(steps), str(pause_s)]
         self.process = subprocess.Popen(
-            [*command, str(self.losses)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, str(self.losses)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
 
     def end(self):
@@ -128,12 +132,19 @@ def test_a_job_begun_again_from_disk_is_the_job_that_was_never_ended(cut_off, tm
     assert first.end()[0] == 0
     assert steps_in(tmp_path / "ckpt")[0] == 17, "the last step is always saved; a fast job may pass multiples by"
     second = Job(tmp_path, "second", 34)
-    assert second.end()[0] == 0
+    code, told = second.end()
+    assert code == 0
+    assert told.count("continuing from ") == 1, "one line a job, not one a rank"
+    assert f"everstep: continuing from {tmp_path}/ckpt/step-17: 17 of 34 steps are done\n" in told
     assert [(e["step"], e["tier"]) for e in second.events("Restored")] == [(17, "disk")] * 2
     together = first.losses_by_step() | second.losses_by_step()
     assert together == {key: loss for key, loss in cut_off[1].losses_by_step().items() if key[1] <= 34}
     assert min(step for _, step in second.losses_by_step()) == 18
     assert steps_in(tmp_path / "ckpt")[0] == 34
+    third = Job(tmp_path, "third", 34)
+    code, told = third.end()
+    assert code == 0
+    assert f"{tmp_path}/ckpt/step-34 is the whole job (34 steps done, 34 asked for): nothing is left to train" in told
     assert not [name for name in os.listdir(tmp_path / "ckpt") if not name.startswith("step-")]
 
 
@@ -181,6 +192,32 @@ def test_a_directory_that_goes_away_fails_saves_by_name_and_in_the_exit_status(t
     assert "the checkpoint of step 60 was not saved: rank" in told
     assert "Not a directory" in told
     assert max(step for _, step in job.losses_by_step()) == 60
+    lost = job.tiers("failed")
+    told_of = {step: told.count(f"the checkpoint of step {step} was not saved") for step in lost}
+    assert told_of == {step: lost.count(step) + (step == lost[-1]) for step in lost}, (
+        "when it comes, the last at the end"
+    )
+
+
+def test_a_state_of_another_shape_is_refused_with_the_way_out(tmp_path):
+    script = tmp_path / "shape.py"
+    script.write_text(
+        "import sys, torch, everstep\n"
+        "@everstep.resilient\n"
+        "def train(run):\n"
+        "    for _ in run.steps(3, model=torch.nn.Linear(int(sys.argv[1]), 2)): pass\n"
+        "train()\n"
+    )
+    command = [sys.executable, "-m", "everstep.cli", "run", "--spares", "0", "--checkpoint-dir", str(tmp_path / "ckpt")]
+    ends = [
+        subprocess.run([*command, str(script), width], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+        for width in ("3", "4")
+    ]
+    assert ends[0].returncode == 0, ends[0].stderr
+    assert ends[1].returncode != 0
+    assert "rank 0: the saved state does not fit" in ends[1].stderr
+    assert "rank 0: rank 0" not in ends[1].stderr
+    assert "another --checkpoint-dir" in ends[1].stderr
 
 
 def test_after_the_agents_death_the_next_job_sweeps_and_goes_on(tmp_path):
@@ -250,13 +287,71 @@ def test_all_damaged_is_one_clear_error_and_nothing_is_deleted(again):
     assert not job.losses.exists()
 
 
-def test_a_checkpoint_of_another_world_is_refused_by_name(again):
+def test_a_sampler_that_counts_for_its_rank_is_not_taken_to_another_world(again):
     directory, _, begin = again
     before = everything(directory)
     job = begin(ranks=1)
     code, told = job.end()
     assert code == 78
-    assert f"step-{steps_in(directory)[0]} was saved by 2 ranks and this job has 1" in told
-    assert "--nproc-per-node 2" in told
+    assert "loader: the position of RandomSampler in the data counts for each rank alone" in told
+    assert "everstep.data.GlobalSampler" in told
     assert everything(directory) == before
     assert not job.losses.exists()
+
+
+WORLDS = """
+import os, sys, torch
+from torch.distributed.fsdp import fully_shard
+from torchdata.stateful_dataloader import StatefulDataLoader
+import everstep
+from everstep.data import GlobalSampler
+STEPS, LOSSES, SHARDED, WORKERS = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "fsdp", int(sys.argv[4])
+@everstep.resilient
+def train(run):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 7), torch.nn.Linear(7, 3))
+    model = fully_shard(model) if SHARDED else torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
+    ids = torch.arange(50.0)[:, None]
+    loader = StatefulDataLoader(ids, 2, sampler=GlobalSampler(50, seed=3), num_workers=WORKERS)
+    for step, batch in run.steps(STEPS, loader, model=model, optimizer=optimizer, scheduler=scheduler):
+        model(batch / 50).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        with open(LOSSES, "a") as file:
+            file.write(f"{run.rank} {step} {[int(x) for x in batch]} {scheduler.last_epoch}\\n")
+train()
+"""
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_one_directory_goes_on_in_worlds_of_three_two_and_four_and_no_sample_is_lost(tmp_path, workers):
+    """FSDP2 on 3 ranks, DDP on 2, FSDP2 on 4, with a scheduler and a loader: each sample once an epoch."""
+    script, losses = tmp_path / "worlds.py", tmp_path / "losses"
+    script.write_text(WORLDS)
+    seen, begun = [], 0
+    for ranks, kind, steps in ((3, "fsdp", 5), (2, "ddp", 9), (4, "fsdp", 16)):
+        flags = ["--nproc-per-node", str(ranks), "--spares", "0", "--run-dir", str(tmp_path / f"run-{ranks}")]
+        flags += ["--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-interval", "100"]
+        command = [sys.executable, "-m", "everstep.cli", "run", *flags, str(script), str(steps), str(losses), kind]
+        done = subprocess.run([*command, str(workers)], capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 0, done.stderr
+        rows = [line.split(" ", 2) for line in losses.read_text().splitlines()]
+        losses.unlink()
+        assert sorted({int(step) for _, step, _ in rows}) == list(range(begun + 1, steps + 1))
+        for _, step, rest in rows:
+            batch, _, last = rest.rpartition(" ")
+            assert int(last) == int(step), "the scheduler goes on"
+            seen.append(json.loads(batch))
+        if begun:
+            assert f"taken up by {ranks})" in done.stderr
+        begun = steps
+    flat = [sample for batch in seen for sample in batch]
+    assert len(flat) == 2 * (5 * 3 + 4 * 2 + 7 * 4)
+    assert sorted(flat[:50]) != flat[:50]
+    counts = {sample: flat.count(sample) for sample in range(50)}
+    assert sum(counts.values()) == 102
+    assert set(counts.values()) <= {2, 3}
+    assert sum(count == 3 for count in counts.values()) == 2, "two epochs, and two samples of the third"

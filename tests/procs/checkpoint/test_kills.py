@@ -18,6 +18,7 @@ def script(name: str, *arguments: object, before: tuple[str, ...] = (), timeout:
     command = [*before, sys.executable, str(HERE / name), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    print(done.stderr[-3000:], file=sys.stderr)  # shown where what came out is not what was expected
     return json.loads(done.stdout.splitlines()[-1])
 
 

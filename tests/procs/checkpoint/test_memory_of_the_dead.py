@@ -53,3 +53,30 @@ def test_what_the_agent_holds_stays_to_the_byte():
             assert mapped[:4] == b"kept"
     finally:
         segment.close()
+
+
+READER = """
+import mmap, os, signal, sys
+with mmap.mmap(int(sys.argv[1]), 4096) as mapped:
+    assert mapped[:4] == b"kept"
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["by itself", "killed"])
+def test_a_reader_that_ends_in_any_way_takes_nothing_along(end):
+    """CS-15: a fresh process reads and ends; the bytes stay, and nobody complains of leaked memory."""
+    segment = Segment("test", 4096)
+    try:
+        segment.allocate(4096)
+        with mmap.mmap(segment.fd, 4096) as mapped:
+            mapped[:4] = b"kept"
+            command = [sys.executable, "-c", READER, str(segment.fd), end]
+            child = subprocess.run(command, pass_fds=[segment.fd], capture_output=True, text=True)
+            assert (child.returncode, child.stderr) == (-signal.SIGKILL if end == "killed" else 0, "")
+            assert mapped[:4] == b"kept"
+        with mmap.mmap(segment.fd, 4096) as again:
+            assert again[:4] == b"kept"
+    finally:
+        segment.close()

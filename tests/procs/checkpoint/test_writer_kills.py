@@ -141,6 +141,7 @@ def _train(directory, told):
         directory, lambda where, rank: lambda link: writer.main(link, directory=where, rank=rank), interval=1
     )
     bench.enter()
+    os.write(told, b"begun\n")
     for step in range(bench.began + 1, 100_000):
         bench.steps(step, step)
         for done in bench.tiers("committed"):
@@ -149,6 +150,7 @@ def _train(directory, told):
 
 
 def _trial(directory, rng, last):
+    before = psutil.Process().children()
     reading, told = os.pipe()
     agent = os.fork()
     if agent == 0:
@@ -158,25 +160,23 @@ def _trial(directory, rng, last):
             os._exit(1)
     os.close(told)
     victims = rng.choice(["agent", "writers", "all"])
+    text = b"" if rng.random() < 0.25 else os.read(reading, 6)  # most of them once it has begun
     until = SYSTEM.now() + rng.uniform(0.0, 0.6)
-    text = b""
     while (left := until - SYSTEM.now()) > 0 and select.select([reading], [], [], left)[0]:
         text += os.read(reading, 65536)
     family = psutil.Process(agent).children(recursive=True)
     for process in family if victims != "agent" else []:
         process.kill()
-    if victims != "writers":
-        os.kill(agent, signal.SIGKILL)
-    else:
-        SYSTEM.sleep(0.05)
-        os.kill(agent, signal.SIGKILL)
+    SYSTEM.sleep(0.05 if victims == "writers" else 0.0)
+    os.kill(agent, signal.SIGKILL)
     while part := os.read(reading, 65536):  # ends when agent and writers are gone
         text += part
     os.close(reading)
     gone = SYSTEM.now()
-    while psutil.Process().children():
-        assert SYSTEM.now() - gone < 5.0, "a writer outlives its agent"
-        os.waitpid(-1, 0)
+    while left := [child for child in psutil.Process().children() if child not in before]:
+        assert SYSTEM.now() - gone < 5.0, f"outlives its agent: {[(p.pid, p.status()) for p in left]}"
+        if not [child for child in left if os.waitpid(child.pid, os.WNOHANG)[0]]:
+            SYSTEM.sleep(0.01)
     lines = text.decode().splitlines()
     return oracle(directory, max([int(line) for line in lines if line.isdigit()], default=last))
 

@@ -83,3 +83,54 @@ def test_another_world_goes_on_from_the_same_position():
     seen += [sample for _ in range(234) for sample in next(turns)]
     assert sorted(seen[:1000]) == list(range(1000))
     assert "300" in str(state), "the loader's own state holds the world's position"
+
+
+@pytest.mark.parametrize(("workers", "batch", "drop_last"), [(0, 3, False), (2, 4, False), (2, 7, True)])
+def test_loaders_of_changing_worlds_share_one_stream(workers, batch, drop_last):
+    """Two, three and one rank take turns, with other batch sizes, by their loaders' own states; workers prefetch."""
+    seen, sampler_state = [], GlobalSampler(1000, seed=5).state_dict()
+    for world, size, steps in ((2, batch, 11), (3, batch + 1, 9), (1, batch, 13), (2, batch, 5)):
+        loaders = []
+        for rank in range(world):
+            sampler = GlobalSampler(1000, seed=5, rank=rank, world_size=world)
+            sampler.load_state_dict(sampler_state)
+            loaders.append(stateful.StatefulDataLoader(
+                Ids(), size, sampler=sampler, num_workers=workers, drop_last=drop_last,
+                prefetch_factor=3 if workers else None))  # fmt: skip
+        streams = [iter(each) for each in loaders]
+        for _ in range(steps):
+            batches = [[int(i) for i in next(stream)] for stream in streams]
+            seen += [sample for turn in zip(*batches, strict=True) for sample in turn]
+        states = [each.state_dict() for each in loaders]
+        found = [found for state in states for found in positions(state)]
+        assert {each["consumed"] for each in found} == {len(seen)}, "not what workers have drawn ahead"
+        sampler_state = found[0]
+        for stream in streams:
+            getattr(stream, "_shutdown_workers", lambda: None)()
+    assert len(set(seen)) == len(seen)
+    assert seen == [GlobalSampler(1000, seed=5).at(place) for place in range(len(seen))]
+
+
+def positions(state):
+    if isinstance(state, dict):
+        if "consumed" in state:
+            yield state
+        for value in state.values():
+            yield from positions(value)
+
+
+def test_torch_s_own_loader_takes_it_by_epochs_and_goes_on_by_a_count():
+    def loaders(consumed=0):
+        for rank in range(3):
+            sampler = GlobalSampler(100, seed=2, rank=rank, world_size=3, endless=False)
+            sampler.seek(consumed)
+            yield torch.utils.data.DataLoader(Ids(), 4, sampler=sampler)
+
+    one = list(loaders())
+    assert [len(each) for each in one] == [9, 9, 9]  # 34 samples a rank: 8 batches of 4, and one of 2
+    epochs = [[[int(i) for i in batch] for batch in each] for each in one for _ in range(1)]
+    assert [len(batches) for batches in epochs] == [9, 9, 9]
+    flat = [s for batches in zip(*epochs, strict=True) for turn in zip(*batches, strict=True) for s in turn]
+    assert sorted(flat[:100]) == list(range(100))
+    resumed = [[[int(i) for i in batch] for batch in each] for each in loaders(5 * 4 * 3)]
+    assert [batches[5:] for batches in epochs] == resumed

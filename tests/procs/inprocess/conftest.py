@@ -1,5 +1,6 @@
 """A function in the main thread, a waiter that interrupts it, a ticker that pursues: a worker in small."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,19 @@ import pytest
 
 from everstep.inprocess.core.pursuit import Patience, Verdict
 from everstep.inprocess.interrupt import Interrupter, RankShouldRestart
+
+_spec = importlib.util.spec_from_file_location(
+    "jobs_of_the_launcher", Path(__file__).parent.parent / "launcher/conftest.py"
+)
+jobs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(jobs)
+start = jobs.start  # whole jobs under `everstep run`, for what is of this package all the same
+
+
+@pytest.fixture
+def head():
+    """What the script of a whole job begins with where `start` is not to say so."""
+    return jobs.HEAD
 
 
 @dataclass
@@ -104,7 +118,7 @@ class Forks:
     def close(self) -> None:
         self._zygote.stdin.close()
         self._zygote.stdout.close()
-        self._zygote.wait(10)
+        self._zygote.wait(60)
 
 
 @pytest.fixture(scope="session")

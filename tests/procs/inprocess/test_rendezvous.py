@@ -6,7 +6,7 @@ import time
 import pytest
 
 from everstep.errors import StoreError
-from everstep.inprocess.abort import Communication
+from everstep.inprocess.communication import Communication
 from everstep.inprocess.rendezvous import Meeting
 
 pytestmark = pytest.mark.procs

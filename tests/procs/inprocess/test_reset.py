@@ -225,7 +225,7 @@ def hammered(rank, port, hits, seed):
 
 @pytest.mark.parametrize("hits", [300, pytest.param(5000, marks=LONG)])
 def test_no_interrupt_leaves_autocast_on(forks, hits):
-    ((left, lasting),) = forks.run(hammered, ranks=1, hits=hits, seed=3)
+    ((left, lasting),) = forks.run(hammered, ranks=1, limit_s=hits / 12 + 30, hits=hits, seed=3)
     assert left > 0, "the test is to hit the window; E19 saw 22 %"
     assert lasting == 0
 

@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -71,8 +73,7 @@ class Job:
         self.folder = folder
         self.run_dir = run_dir or folder / "run"
         self.notes_file = folder / "notes.jsonl"
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir(exist_ok=True)
+        self.temporary = Path(tempfile.mkdtemp(prefix="job-"))  # short: torch's loaders put Unix sockets there
         script = folder / "script.py"
         script.write_text(text)
         own = {"NOTES": str(self.notes_file), "EVERSTEP_TEST_MARK": self.mark, "TMPDIR": str(self.temporary)}
@@ -154,14 +155,16 @@ class Job:
 def start(tmp_path):
     """Start a job: `start(text, *flags, args=…, env=…)`, in the folder of another with `again`.
 
+    `wrapped=None`: the text stands as it is; False: without our import in its head.
+
     Whatever is left at the end, a process or a temporary file, is a failure.
     """
     jobs: list[Job] = []
 
-    def begin(text: str, *flags: str, wrapped: bool = True, again: Job | None = None, **settings) -> Job:
+    def begin(text: str, *flags: str, wrapped: bool | None = True, again: Job | None = None, **settings) -> Job:
         folder = again.folder if again else tmp_path / f"job{len(jobs)}"
         folder.mkdir(exist_ok=True)
-        head = HEAD if wrapped else HEAD.replace("import everstep\n", "")
+        head = "" if wrapped is None else HEAD if wrapped else HEAD.replace("import everstep\n", "")
         jobs.append(Job(folder, head + text, *flags, **settings))
         return jobs[-1]
 
@@ -171,5 +174,7 @@ def start(tmp_path):
         job.end()
     assert not left, f"left behind: {left}"
     files = [file.name for job in jobs for file in job.temporary.iterdir()]
+    for job in jobs:
+        shutil.rmtree(job.temporary)
     # torch's cache; what multiprocessing keeps in a child, of a user's, that was killed
     assert not [name for name in files if not name.startswith(("torchinductor_", "pymp-"))]

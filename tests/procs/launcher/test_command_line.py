@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from everstep.goodput import report
+
 pytestmark = pytest.mark.procs
 
 PLAIN = """
@@ -65,6 +67,73 @@ def test_an_unwrapped_script_begins_anew_and_its_last_failure_is_exit_code_1(sta
             assert f"[default{rank}]:attempt {attempt} no newline" in ended.out.splitlines()
     printed = [line for line in ended.err.splitlines() if line.endswith("ZeroDivisionError: division by zero")]
     assert [line.startswith("[default1]:") for line in printed] == [True]
+
+
+def test_a_kill_of_an_unwrapped_rank_is_told_as_what_it_was(start):
+    """Its peers tell of the broken connection, often before it can be reaped; no step is known, and none made up."""
+    text = PLAIN + (
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "for step in range(20):\n"
+        "    dist.all_reduce(torch.ones(1000))\n"
+        "    if step == 5 and (dist.get_rank(), attempt) in ((1, 0), (0, 1)):\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "dist.destroy_process_group()\n"
+    )
+    ended = start(text, "--nproc-per-node", "2", wrapped=False).ended()
+    assert ended.code == 0, ended.err
+    told = [line for line in ended.err.splitlines() if "begin anew after" in line]
+    assert len(told) == 2, ended.err
+    for rank, line in zip((1, 0), told, strict=True):
+        assert line.startswith(f"everstep: rank {rank} killed (SIGKILL); all ranks begin anew after ")
+        assert "step" not in line.removeprefix("everstep")
+    causes = {e["number"]: e for e in ended.events("FaultNoticed")}  # the last word on each
+    assert [(n, e["kind"], e["injured_rank"]) for n, e in causes.items()] == [(0, "death", 1), (1, "death", 0)]
+    ledger, _ = report.load(ended.run_dir)
+    assert ledger.errors == []
+    assert [(row.rank, row.type, row.step, row.steps_lost) for row in ledger.recoveries] == [
+        (1, "death", None, None), (0, "death", None, None),
+    ]  # fmt: skip
+    assert all(row.recovery_s is not None for row in ledger.recoveries)
+
+
+def test_a_fault_free_run_of_an_unwrapped_script_closes(start):
+    ended = start(PLAIN, "--nproc-per-node", "2", wrapped=False).ended()
+    assert ended.code == 0, ended.err
+    ledger, _ = report.load(ended.run_dir)
+    assert ledger.errors == []
+    assert ledger.figures.steps is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "wrapped", "mend"),
+    [
+        (("--fault-count", "1"), False, "Call everstep.faults.maybe_fail(step)"),
+        (("--fault-count", "-3"), True, "a plan has 0 to"),
+        (("--checkpoint-interval", "0"), True, "1 or more"),
+    ],
+)
+def test_a_refused_command_line_leaves_no_run_folder(start, flags, wrapped, mend):
+    ended = start("note('top')\n", *flags, wrapped=wrapped).ended()
+    assert ended.code == 64
+    assert mend in ended.err
+    assert not ended.run_dir.exists()
+    assert ended.of("top") == []
+
+
+def test_a_run_folder_is_not_used_for_another_job(start):
+    """A job of its own is taken up again: see test_hostile."""
+    text = "note('top')\n"
+    first = start(text, "--checkpoint-interval", "10")
+    ended = first.ended()
+    assert ended.code == 0, ended.err
+    assert "--checkpoint-interval 10 is of no use alone" in ended.err
+    other = start(text, "--nproc-per-node", "2", again=first).ended()
+    assert other.code == 64
+    assert "Name another with --run-dir" in other.err
+    assert len(other.of("top")) == 1
+    again = start(text, again=first, args=("more",)).ended()
+    assert again.code == 0, again.err
+    assert "goes on with other arguments: more (before: none)" in again.err
 
 
 def test_a_script_that_fails_at_import_is_told_once_and_not_restarted(start):

@@ -123,3 +123,53 @@ def test_a_rank_that_does_not_begin_is_replaced_and_so_is_one_that_does_not_leav
     assert {n["step"] for n in ended.of("step")} == set(range(1, 17))
     assert len({n["pid"] for n in ended.of("step") if n["rank"] == 0}) == 2
     assert len({n["pid"] for n in ended.of("step") if n["rank"] == 1}) == 1
+
+
+AFTER = """
+@everstep.resilient
+def train(run):
+    for step in run.steps(5):
+        dist.barrier()
+    note("after", generation=run.generation)
+    if run.rank == 0 and run.generation == 0:
+        time.sleep(1000)
+    return run.generation
+note("returned", value=train())
+"""
+
+
+def test_what_hangs_after_the_loop_is_ended_too(start):
+    """A final save that never ends; the other rank has returned and waits for it."""
+    ended = start(AFTER, "--nproc-per-node", "2", "--first-timeout", "3").ended(100)
+    assert ended.code == 0, ended.err
+    (fault,) = ended.events("FaultNoticed")
+    assert (fault["kind"], fault["injured_rank"], fault["step"]) == ("stall", 0, 5)
+    assert "after the loop of steps" in fault["text"]
+    assert "in train" in fault["stack"]
+    assert [n["value"] for n in ended.of("returned")] == [1, 1]
+
+
+DDP = """
+@everstep.resilient
+def train(run):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in run.steps(20, model=model, optimizer=optimizer):
+        if step == 10 and run.rank == 0:
+            until = time.monotonic() + 12
+            while time.monotonic() < until:
+                sum(range(1000))
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        note("step", step=step)
+train()
+"""
+
+
+def test_who_waits_in_ddp_s_backward_for_a_rank_that_evaluates_does_not_hang(start):
+    """At defaults: 12 s of Python on rank 0; the other stands still and idle for as long, under autograd's frame."""
+    ended = start(DDP, "--nproc-per-node", "2").ended(120)
+    assert ended.code == 0, ended.err
+    assert ended.events("FaultNoticed") == []
+    ten = [n["at"] for n in ended.of("step") if n["step"] in (9, 10) and n["rank"] == 1]
+    assert ten[1] - ten[0] > 11

@@ -232,7 +232,11 @@ thread = threading.Thread(target=other)
     ("parts", "words", "code"),
     [
         ({"body": "train(); train()"}, "a second wrapped function was called in this process", 64),
-        ({"call": "train()", "body": "thread.start(); thread.join()"}, "must be called on the main thread", 64),
+        (
+            {"call": "train()", "before": "train()", "body": "thread.start(); thread.join()"},
+            "a second wrapped function was called in this process",
+            64,
+        ),
         pytest.param(
             {"body": "train()", "after": "1 / 0"}, "ZeroDivisionError: division by zero", 1, marks=pytest.mark.long
         ),

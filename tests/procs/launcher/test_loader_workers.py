@@ -35,8 +35,9 @@ def test_a_peer_does_not_wait_for_the_dead_ranks_loader_workers(start):
     assert ended.code == 0, ended.err
     (fault,), (waits,), (out,) = (ended.of(what) for what in ("fault", "waits", "out"))
     assert len(fault["workers"]) == 2
-    (noticed,) = ended.events("FaultNoticed")
-    assert noticed["kind"] == "death"
-    assert noticed["mono_s"] - fault["at"] < 0.5
-    assert out["at"] - max(fault["at"], waits["at"]) < 1.0
+    noticed = ended.events("FaultNoticed")
+    assert [f["kind"] for f in noticed] == ["death"], f"{noticed}\n{ended.err}"
+    # The limits tell "at once" from "after the loader's 5 s", on a machine that does other things too.
+    assert noticed[0]["mono_s"] - fault["at"] < 3.0
+    assert out["at"] - max(fault["at"], waits["at"]) < 3.0
     assert {n["step"] for n in ended.of("step")} == set(range(1, 13))

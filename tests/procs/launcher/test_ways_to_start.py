@@ -12,7 +12,8 @@ pytestmark = pytest.mark.procs
 
 MODULE = """
 import json, os, sys
-print(json.dumps([__name__, sys.argv[1:], os.environ["RANK"], os.environ["WORLD_SIZE"], os.path.basename(sys.argv[0])]))
+row = [__name__, sys.argv[1:], os.environ["RANK"], os.environ["WORLD_SIZE"], os.path.basename(sys.argv[0])]
+os.write(1, (json.dumps(row) + "\\n").encode())  # in one piece: both ranks write to one pipe
 """
 
 

@@ -1,10 +1,12 @@
 """The zygote in real jobs (E16, E17, E31, E32): what a fork spoils, what it must not share, what it costs."""
 
+import contextlib
 import os
 import signal
 
 import psutil
 import pytest
+import torch
 
 from everstep.clock import SYSTEM
 
@@ -104,14 +106,17 @@ def test_what_a_job_costs_beside_its_ranks_and_how_they_ended(start, record_prop
     job = start(STAND, "--nproc-per-node", "2", "--preload", "none")
     (worker, _) = job.wait_for("up", 2)
     agent = psutil.Process(job.process.pid)
-    family = {p.name(): p for p in agent.children(recursive=True)}
+    # the oldest of each name: a child that is being born bears its parent's
+    family = {p.name(): p for p in sorted(agent.children(recursive=True), key=lambda p: -p.create_time())}
     zygote = family["everstep-zygote"]
     assert not [m.path for m in agent.memory_maps() if "libtorch" in m.path or "numpy" in m.path]
     for name, each in sorted(family.items()):
-        record_property(f"{name}_pss_mib", round(pss(each), 1))
+        with contextlib.suppress(psutil.NoSuchProcess):  # a probe or a child that was being born
+            record_property(f"{name}_pss_mib", round(pss(each), 1))
     record_property("agent_pss_mib", round(pss(agent), 1))
     assert pss(agent) < 60
-    assert pss(agent) + zygote.memory_info().rss / MIB < 400
+    most = 400 if torch.version.cuda is None else 800  # torch's CUDA build maps and keeps more: 650 MiB seen with 2.11
+    assert pss(agent) + zygote.memory_info().rss / MIB < most
     assert psutil.Process(worker["pid"]).ppid() == agent.pid
     os.kill(worker["pid"], signal.SIGSEGV)
     job.wait_for("up", 4)

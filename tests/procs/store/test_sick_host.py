@@ -1,5 +1,6 @@
 """E1, E2, E9: hosts that are frozen, dead, or cut off. Every call ends at its deadline and says who and why."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -127,7 +128,8 @@ def test_what_the_rules_are_against(start, raw):
     connection = raw(host)
     connection.client.set("a", "1")
     host.kill()
-    connection.client.set("a", "2")
+    with contextlib.suppress(RuntimeError):  # or it says so: seen once, with torch 2.11
+        connection.client.set("a", "2")
     with pytest.raises(RuntimeError):
         connection.client.check(["a"])
 
@@ -158,6 +160,33 @@ def test_a_dead_host_s_port_is_free_though_its_agent_has_forked(start):
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("times", [10, pytest.param(100, marks=pytest.mark.long)])
+def test_a_host_that_is_begun_again_on_its_port_serves_at_once_and_nobody_s_old_connection(start, times):
+    """IR-14: eight clients come to each, and one from the first stays for ever; it and they meet no later host."""
+    host = start()
+    old = TcpStore.open(host.address, host.port)
+    old.set("life", b"0")
+    for life in range(1, times + 1):
+        clients = [TcpStore.open(host.address, host.port) for _ in range(8)]
+        assert {client.get("life") for client in clients} == {b"%d" % (life - 1)}
+        host.kill()
+        host = start(port=host.port)
+        assert host.said == {"kind": "store.ready", "host": "127.0.0.1", "port": host.port}
+        fresh = TcpStore.open(host.address, host.port)
+        assert fresh.get("life") is None
+        fresh.set("life", b"%d" % life)
+        fresh.close()
+        for client in (*clients, *[old] * (life == 1 or life == times)):
+            with pytest.raises(StoreError):
+                client.set("life", b"of another life")
+        for client in clients:
+            client.close()
+    old.close()
+    last = TcpStore.open(host.address, host.port)
+    assert last.get("life") == b"%d" % times
+    last.close()
 
 
 def test_a_port_that_a_dead_host_s_child_keeps_alive_ends_the_probe(tmp_path):

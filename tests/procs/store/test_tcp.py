@@ -12,6 +12,7 @@ import pytest
 
 from everstep.errors import StoreError, StoreTimeout
 from everstep.recovery.link import LinkClosed
+from everstep.store import keys
 from everstep.store.connection import Connection
 from everstep.store.probe import probe
 from everstep.store.tcp import TcpStore
@@ -167,6 +168,49 @@ def test_the_host_listens_on_its_address_alone_and_ends_with_its_line(start):
     assert time.monotonic() - began < 2
     with pytest.raises(LinkClosed):
         host.link.receive()
+
+
+def test_after_200_generations_the_host_holds_the_keys_of_one(start):
+    """Told that a generation has begun, it forgets those before; what comes late goes the next time."""
+    host = start()
+    store, raw = TcpStore.open(host.address, host.port), Connection.open(host.address, host.port)
+    for foreign in ("mine", "0/3/of the script", "everstep/hub/none/0/0"):
+        store.set(foreign, b"1")
+    counts = []
+    for generation in range(200):
+        for rank in range(8):
+            store.set(f"{keys.place(0, generation)}/default_pg/0//{rank}", b"an address")
+        if generation:
+            store.set(f"{keys.place(0, generation - 1)}/from a thread that was left behind", b"1")
+        host.link.send({"kind": "store.forget", "epoch": 0, "generation": generation})
+        deadline = time.monotonic() + 20
+        while any(keys.past(key, 0, generation) for key in store.list("everstep/")):
+            assert time.monotonic() < deadline
+        counts.append(raw.client.num_keys())
+    assert set(counts) == {counts[0]}
+    assert {"mine", "0/3/of the script", "everstep/hub/none/0/0"} < set(store.list())
+    store.close()
+    raw.close()
+
+
+def test_a_key_that_comes_and_goes_is_read_without_a_wait(opened):
+    """A look, and then torch's own `get`, would wait for one that was deleted in between, until the deadline."""
+    ours, theirs = opened(timeout_s=20), opened()
+    over = threading.Event()
+
+    def come_and_go():
+        while not over.is_set():
+            theirs.set("comes/a", b"1")
+            theirs.delete("comes/a")
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        seen = {ours.get("comes/a") for _ in range(2000)}
+    finally:
+        over.set()
+        thread.join(20)
+    assert seen <= {None, b"1"}
 
 
 def test_what_is_not_a_store_is_told():

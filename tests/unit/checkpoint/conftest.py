@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from everstep.checkpoint.core.budget import Memory
-from everstep.checkpoint.core.layout import Layout, Leaf
 from everstep.checkpoint.shelf import Shelf
 from everstep.checkpoint.snapshot import Snapshotter
-from everstep.checkpoint.tensors import view
 from everstep.checkpoint.walk import StateWalk
+from everstep.inprocess import groups
+from everstep.testing.kept import Kept
 from everstep.testing.loopback import LoopbackHost
 
 torch.set_num_threads(1)
@@ -61,37 +63,25 @@ def bench():
         each.close()
 
 
-class Kept:
-    """One walk's bytes, kept in this process."""
-
-    def __init__(self, walk: StateWalk) -> None:
-        self.layout, parts = walk.collect()
-        self.text = walk.encode(self.layout)
-        self.bytes = bytearray(self.layout.payload_bytes)
-        raw = torch.frombuffer(self.bytes, dtype=torch.uint8) if self.bytes else torch.empty(0, dtype=torch.uint8)
-        for part in parts:
-            leaves = [leaf for leaf in part.section.leaves if leaf.alias_of is None]
-            for leaf, source in zip(leaves, part.sources, strict=True):
-                view(raw[leaf.offset : leaf.offset + leaf.nbytes], leaf).copy_(source)
-
-    def payload(self, leaf: Leaf) -> memoryview:
-        return memoryview(self.bytes)[leaf.offset : leaf.offset + leaf.nbytes]
-
-    def restore(self, walk: StateWalk) -> None:
-        layout = Layout.from_json(self.text)
-        assert layout == self.layout
-        walk.restore(layout, self.payload)
-        walk.restore_generators(layout, self.payload)
-
-    def leaf(self, path: str) -> Leaf:
-        return next(leaf for leaf in self.layout.leaves() if leaf.path == path)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kept) and (self.text, self.bytes) == (other.text, other.bytes)
-
-    __hash__ = None
-
-
 @pytest.fixture
 def keep():
     return lambda state, **world: Kept(StateWalk(state, **world))
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for _, empty in groups.caches():  # DTensor's caches know meshes, and with them the rank that we were
+        empty()
+
+
+@pytest.fixture
+def as_rank():
+    """Be one rank of a world that does not exist: a collective would return at once, with nothing done."""
+
+    def become(rank: int, world: int) -> None:
+        leave()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+    yield become
+    leave()

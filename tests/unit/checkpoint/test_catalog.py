@@ -230,8 +230,8 @@ def test_a_directory_that_is_not_there_is_told(tmp_path):
         run("ls", tmp_path / "none")
 
 
-def test_another_world_is_refused_with_both_ways_out(three):
-    with pytest.raises(CheckpointError, match="--nproc-per-node 2, or load it with torch"):
+def test_a_rank_of_another_world_says_what_for_it_reads(three):
+    with pytest.raises(CheckpointError, match=r"saved by 2 ranks and this world has 4.*open_for"):
         open_checkpoint(str(three / "step-60"), 0, 4)
 
 
@@ -247,3 +247,68 @@ def test_an_entry_never_leads_out_of_the_directory(three):
     (three / "step-60" / "manifest.json").write_text(json.dumps(body, sort_keys=True, separators=(",", ":")))
     with pytest.raises(DamagedCheckpoint, match="not a file of it"):
         open_checkpoint(str(three / "step-60"), 0, WORLD)
+
+
+def test_a_tree_that_was_moved_is_read_from_anywhere(three, tmp_path, monkeypatch):
+    """CS-35: nothing in it points anywhere."""
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-moved" / "deep"
+    elsewhere.parent.mkdir()
+    os.rename(three, elsewhere)
+    monkeypatch.chdir(elsewhere.parent)
+    found, wounds = catalog.newest_whole("deep")
+    assert (found.step, wounds) == (60, [])
+    with open_checkpoint("deep/step-60", 0, WORLD) as state:
+        assert bytes(state.payload()) == rank_state(0, WORLD, 60).payload
+    os.rename(elsewhere, three)
+
+
+@pytest.mark.parametrize("latest", ["file", "directory", "dangling", "out of the tree", "itself"])
+def test_a_strange_latest_is_neither_followed_nor_touched(three, tmp_path, latest):
+    """CS-35: there is no pointer; what others call so is theirs."""
+    path, outside = three / "latest", tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.mkdir()
+    (outside / "mine").touch()
+    if latest == "directory":
+        path.mkdir()
+    elif latest == "file":
+        path.write_text("60")
+    else:
+        os.symlink({"dangling": "nowhere", "itself": "latest"}.get(latest, outside), path)
+    assert [found.step for found in catalog.scan(str(three))] == [60, 40, 20]
+    from everstep.checkpoint.directory import Claim
+
+    claim = Claim(str(three), UnsyncedFiles())
+    claim.take("run")
+    claim.close()
+    assert os.path.lexists(path)
+    assert (outside / "mine").exists()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", SHARD, "__0_0.layout.json"])
+def test_a_pipe_in_place_of_a_file_is_a_wound_and_keeps_nobody_waiting(three, name):
+    (three / "step-60" / name).unlink()
+    os.mkfifo(three / "step-60" / name)
+    found, wounds = catalog.newest_whole(str(three))
+    assert found.step == 40
+    assert wounds[0].file == name
+    told = ""
+    for rank in range(WORLD):
+        try:
+            with open_checkpoint(str(three / "step-60"), rank, WORLD) as state:
+                state.payload()
+        except DamagedCheckpoint as error:
+            told += str(error)
+    assert f"step-60/{name}: is no regular file" in told
+
+
+def test_a_checkpoint_of_the_future_has_no_negative_age(three):
+    """Clocks jump; ages are shown and decide nothing."""
+    os.utime(three / "step-60", (4_000_000_000, 4_000_000_000))
+    assert [found.step for found in catalog.scan(str(three))] == [60, 40, 20]
+    assert catalog.scan(str(three))[0].row(1_700_000_000.0)["age_s"] == 0.0
+
+
+def test_nothing_that_decides_about_checkpoints_asks_what_time_of_day_it_is(root):
+    """Clocks jump: locks, leases and limits are by monotonic clocks, order is by steps."""
+    asking = {path.name for path in (root / "src/everstep/checkpoint").rglob("*.py") if ".wall()" in path.read_text()}
+    assert asking == {"commands.py", "keeper_host.py", "restoring.py"}, "which show an age"

@@ -1,12 +1,15 @@
 """A job's claim: the directory is tried before the first step, dead jobs' leftovers go, everything else stays."""
 
 import errno
+import fcntl
 import os
+import socket
+import threading
 
 import pytest
 
 from everstep.checkpoint.core import names
-from everstep.checkpoint.directory import Claim
+from everstep.checkpoint.directory import Claim, share
 from everstep.clock import SystemClock
 from everstep.errors import ConfigurationError
 from everstep.testing.disks import HostileFiles, UnsyncedFiles, Wound
@@ -81,23 +84,75 @@ def test_leftovers_of_dead_writers_go_and_it_is_said(claim, tmp_path):
     mine = claim()
     told = mine.take("run")
     assert os.listdir(tmp_path / "ckpt") == [names.owner(mine.job)]
-    assert sorted(told) == sorted(f"removed {p}, left over by a writer that is gone" for p in (left, condemned))
+    assert sorted(told) == sorted(
+        [
+            f"removed {left}, left over by a writer that is gone",
+            f"removed {condemned}, which an earlier job had retired for newer checkpoints",
+        ]
+    )
 
 
-def test_a_living_jobs_files_stay_and_it_is_said(claim, tmp_path):
+def test_a_second_job_is_refused_by_the_first_one_s_name_and_touches_nothing(claim, tmp_path):
     living = claim()
     living.take("the other run")
     left = leftover(tmp_path, living.job)
     condemned = tmp_path / "ckpt" / "step-10"
     condemned.mkdir()
     (condemned / names.CONDEMNED).touch()
-    told = claim().take("run")
-    assert left.exists()
-    assert condemned.exists()
-    assert [text for text in told if "in use by the run the other run" in text]
+    before = sorted(os.listdir(tmp_path / "ckpt"))
+    with pytest.raises(ConfigurationError, match=r"in use by the run the other run \(process \d+ on .*End that job"):
+        claim().take("run")
+    assert sorted(os.listdir(tmp_path / "ckpt")) == before
+    assert os.listdir(left) == ["__0_0.distcp"]
     living.close()
     assert [text for text in claim().take("run") if str(left) in text]
     assert not left.exists()
+
+
+def test_a_writer_s_share_keeps_the_claim_after_its_holder(claim, tmp_path):
+    first = claim()
+    first.take("first")
+    writer = share(first.lock)
+    os.close(first.fd)
+    first.fd = -1
+    with pytest.raises(ConfigurationError, match="in use by the run first"):
+        claim().take("second")
+    os.close(writer)
+    claim().take("third")
+
+
+def test_of_many_that_come_at_once_exactly_one_has_it(tmp_path):
+    won, refused, barrier = [], [], threading.Barrier(8)
+
+    def come(number):
+        mine = Claim(str(tmp_path / "ckpt"), UnsyncedFiles())
+        barrier.wait()
+        try:
+            mine.take(f"run {number}")
+            won.append(mine)
+        except ConfigurationError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=come, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert len(refused) == 7
+    assert all("in use by the run" in text for text in refused)
+    won[0].close()
+
+
+def test_a_gate_that_is_never_opened_again_is_told(claim, tmp_path):
+    (tmp_path / "ckpt").mkdir()
+    fd = os.open(tmp_path / "ckpt" / names.GATE, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    clock = Waiting(lambda: None)
+    mine = Claim(str(tmp_path / "ckpt"), UnsyncedFiles(), clock)
+    with pytest.raises(ConfigurationError, match=r"another job has been looking at .* for over 30 s"):
+        mine.take("run")
+    os.close(fd)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +222,27 @@ def test_a_living_agent_is_not_waited_for(claim, tmp_path):
     claim().take("living")
     clock = Waiting(lambda: None)
     mine = Claim(str(tmp_path / "ckpt"), UnsyncedFiles(), clock)
-    assert "in use by the run living" in mine.take("next")[0]
+    with pytest.raises(ConfigurationError, match="in use by the run living"):
+        mine.take("next")
     assert clock.slept == 0
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_lock_of_another_node_is_waited_for_as_long_as_its_lease_may_last(claim, tmp_path, dies):
+    """NFS holds a dead node's locks for a while; a living one there is refused in the end."""
+    there = claim()
+    there.take("elsewhere")
+    path = tmp_path / "ckpt" / names.owner(there.job)
+    path.write_text(path.read_text().replace(f'"host": "{socket.gethostname()}"', '"host": "another"'))
+    clock = Waiting(lambda: os.close(there.fd) if dies else None, after=1800)
+    signs = []
+    mine = Claim(str(tmp_path / "ckpt"), UnsyncedFiles(), clock, lambda: signs.append(1))
+    if dies:
+        mine.take("next")
+        there.fd = -1
+    else:
+        with pytest.raises(ConfigurationError, match=r"in use by the run elsewhere .* on another\)"):
+            mine.take("next")
+    assert clock.now() >= 90
+    assert len(signs) > 1000, "whoever waits for us must hear that we are alive"
     mine.close()

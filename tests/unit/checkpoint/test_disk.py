@@ -7,8 +7,10 @@ import random
 import pytest
 
 from everstep.checkpoint import catalog
+from everstep.checkpoint.core.retention import Keep
 from everstep.checkpoint.load import open_checkpoint
 from everstep.checkpoint.writers import DEATHS_IN_A_ROW
+from everstep.clock import SystemClock
 from everstep.errors import ConfigurationError, UsageError
 from everstep.testing.disk_bench import DiskBench
 from everstep.testing.disks import HostileFiles, Wound
@@ -261,6 +263,32 @@ def test_a_restart_of_the_whole_job_begins_from_the_newest_whole_checkpoint(benc
     check(tmp_path, 29)  # the damaged one was replaced by a whole one
 
 
+@pytest.mark.parametrize(
+    ("total", "line"),
+    [
+        (100, "continuing from {path}: 20 of 100 steps are done"),
+        (20, "{path} is the whole job (20 steps done, 20 asked for): nothing is left to train; another "
+             "--checkpoint-dir starts anew, more steps go on from here"),
+        (5, "{path} is the whole job (20 steps done, 5 asked for): nothing is left to train; another "
+            "--checkpoint-dir starts anew, more steps go on from here"),
+    ],
+)  # fmt: skip
+def test_going_on_from_an_earlier_job_is_said_once(bench, tmp_path, total, line):
+    first = bench()
+    first.enter()
+    first.clients[0].restored(0, total)  # nothing was there
+    first.steps(1, 20)
+    first.clients[0].restored(20, total)  # its own: a way back from a fault
+    first.drain()
+    first.close()
+    assert first.notices("info") + first.notices("warning") == []
+    b = bench()
+    b.enter()
+    b.clients[0].restored(20, total)
+    b.clients[0].restored(20, total)  # a fault before the first step
+    assert b.notices("info") + b.notices("warning") == [line.format(path=tmp_path / "ckpt" / "step-20")]
+
+
 def test_when_none_is_whole_the_job_is_refused_and_nothing_is_deleted(bench, tmp_path):
     first = bench()
     first.enter()
@@ -292,13 +320,26 @@ def test_a_checkpoint_that_a_restore_cannot_read_is_struck_out(bench, tmp_path):
     assert [c.step for c in b.disk.committed()] == [20, 10]
 
 
-def test_another_world_size_is_refused_with_the_ways_out(bench, tmp_path):
+@pytest.mark.parametrize(
+    ("size", "derived"), [(4, "; generators of ranks from 2 on are derived from rank 0's"), (1, "")]
+)
+def test_a_world_of_another_size_goes_on_from_it_says_so_once_and_saves_its_own(bench, tmp_path, size, derived):
     first = bench()
     first.enter()
     first.steps(1, 10)
     first.close()
-    with pytest.raises(ConfigurationError, match=r"saved by 2 ranks and this job has 4.*--nproc-per-node 2"):
-        bench(world_size=4)
+    b = bench(world_size=size)
+    assert b.enter() == 10
+    assert b.shelf.plan.saved_by == 2
+    assert b.shelf.plan.committed.where["saved_by"] == 2
+    for _ in range(2):
+        b.clients[0].restored(10, 30)
+    path = f"{b.disk.directory}/step-10 (saved by 2 ranks, taken up by {size})"
+    told = f"continuing from {path}: 10 of 30 steps are done{derived}"
+    assert b.notices("info").count(told) == 1
+    b.steps(11, 20)
+    assert b.drain()
+    assert catalog.scan(b.disk.directory)[0].manifest.world_size == size
 
 
 def test_a_job_that_ends_early_waits_for_what_is_written_and_asks_for_no_more(bench, tmp_path):
@@ -382,3 +423,140 @@ def test_a_life_of_random_troubles_never_loses_what_was_durable(bench, tmp_path,
     if not b.disk._writers.given_up:
         check(tmp_path, step, 3)
         assert len(b.disk.problems()) == len(b.tiers("failed"))
+
+
+LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 4.0, 50: 5.0}
+
+
+def measured_run(bench, end, keep):
+    b = bench(keep=keep)
+    b.enter()
+    for step in range(b.began + 1, end + 1):
+        if step in LOSSES:
+            b.clients[0].measured(step, {"loss": LOSSES[step]})
+        b.steps(step, step)
+    assert b.drain()
+    return b
+
+
+def test_the_best_by_a_metric_and_every_n_th_stay_over_jobs(bench, tmp_path):
+    """Item 7: the manifest holds what was measured, so the next job knows the best too."""
+    keep = Keep(1, every=40, best=1, metric="loss")
+    b = measured_run(bench, 30, keep)
+    assert on_disk(tmp_path) == ["step-20", "step-30"]
+    b.close()
+    measured_run(bench, 50, keep)
+    assert on_disk(tmp_path) == ["step-20", "step-40", "step-50"]
+    assert [one.manifest.metrics for one in catalog.scan(str(tmp_path / "ckpt"))] == [
+        {"loss": 5.0}, {"loss": 4.0}, {"loss": 1.0},
+    ]  # fmt: skip
+
+
+def test_a_damaged_one_neither_counts_nor_goes(bench, tmp_path):
+    """CS-31: what cannot be restored pushes nothing out, and stays for whoever can mend it."""
+    b = bench(keep=1)
+    b.enter()
+    b.steps(1, 10)
+    b.disk.on_message(0, {"kind": "disk.damaged", "step": 10, "text": "a byte"}, ())
+    b.steps(11, 20)
+    assert on_disk(tmp_path) == ["step-10", "step-20"]
+    b.steps(21, 30)
+    assert b.drain()
+    assert on_disk(tmp_path) == ["step-10", "step-30"]
+
+
+class Later(SystemClock):
+    """Time passes when a test says so."""
+
+    def __init__(self):
+        self.passed = 0.0
+
+    def now(self):
+        return self.passed
+
+
+def test_the_end_waits_for_storage_that_moves_and_not_for_one_that_does_not(bench):
+    """A write, or an fsync, that never returns stops no exit; how long is waited is the grace time of silence."""
+    clock = Later()
+    b = bench(clock=clock)
+    b.enter()
+    b.steps(1, 9)
+    b.steps(10, 10, write=False)
+    for _ in range(10):
+        clock.passed += 10
+        assert not b.disk.drained(True)
+        b.disk.on_child_message(b.writers[1], {"kind": "moving", "save": b.disk._save.token}, ())
+    clock.passed += 16
+    assert b.disk.drained(True)
+    (problem,) = b.disk.problems()
+    assert "the checkpoint of step 10 was not saved (waiting for the writer of rank 0-1)" in problem
+    assert "has taken nothing for 15 s at the job's end" in problem
+    assert "--grace" in problem
+
+
+def test_a_removal_that_never_returns_stops_no_exit_either(bench):
+    clock = Later()
+    b = bench(clock=clock)
+    b.enter()
+    b.steps(1, 30)
+    assert b.disk._condemned
+    assert not b.disk.drained(True)
+    clock.passed += 16
+    assert b.disk.drained(True)
+    assert "what was retired is not removed" in b.disk.problems()[-1]
+
+
+def test_a_step_whose_save_failed_is_not_the_newest_and_is_saved_when_it_comes_again(bench, tmp_path):
+    """CL-03."""
+    hostile = [HostileFiles(), HostileFiles()]
+    b = bench(files=lambda rank: hostile[rank])
+    b.enter()
+    b.steps(1, 15)
+    hostile[1].wounds = {("write", hostile[1].calls["write"] + 1): Wound(errno.EIO)}
+    b.steps(16, 20)
+    assert b.tiers("failed") == [20]
+    assert [one.step for one in b.disk.committed()] == [10]
+    b.shelf.close()  # all of memory is lost: back to what is durable
+    assert b.enter() == 10
+    b.steps(11, 30)
+    assert b.drain()
+    assert b.tiers("committed") == [10, 20, 30]
+    check(tmp_path, 20)
+
+
+def test_a_directory_in_which_the_owner_s_file_is_not_any_more_is_not_written_to(bench, tmp_path):
+    """A mount went away: below it lies another directory, and what is saved there is hidden when it comes back."""
+    b = bench()
+    b.enter()
+    b.steps(1, 10)
+    os.rename(tmp_path / "ckpt", tmp_path / "mounted")
+    (tmp_path / "ckpt").mkdir()
+    b.steps(11, 20)
+    assert b.tiers("failed") == [20]
+    assert "is not the directory that this job began with" in b.disk.problems()[0]
+    assert on_disk(tmp_path) == []
+    (tmp_path / "ckpt").rmdir()
+    os.rename(tmp_path / "mounted", tmp_path / "ckpt")
+    b.steps(21, 30)
+    assert b.tiers("committed") == [10, 30]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+def test_nothing_is_published_before_every_writer_has_reported(bench, tmp_path, late):
+    """CS-33, CS-42: one publisher, after all; a rank that refuses ends the save for all, by its name."""
+    hostile = [HostileFiles() for _ in range(4)]
+    b = bench(world_size=4, files=lambda rank: hostile[rank])
+    b.enter()
+    b.steps(1, 9)
+    b.steps(10, 10, write=False)
+    slow = next(writer for writer in b.writers if writer.rank == late)
+    b.writers.remove(slow)
+    b.write()
+    assert b.tiers("committed") == []
+    assert not [name for name in on_disk(tmp_path) if name == "step-10"]
+    b.writers.append(slow)
+    hostile[late].wounds = {("fsync", 0): Wound(errno.EIO)}
+    b.write()
+    assert b.tiers("failed") == [10]
+    assert f"rank {late}: " in b.disk.problems()[0]
+    assert on_disk(tmp_path) == []

@@ -75,3 +75,14 @@ def test_problems_are_told_once(rank):
     assert rank.problems() == []
     rank.damaged(20, "torn")
     assert rank.sent == [{"kind": "disk.damaged", "step": 20, "text": "torn"}]
+
+
+def test_what_was_measured_is_told_of_the_step_that_is_saved_alone(rank):
+    rank.measured(2, {"loss": 1.0})
+    rank.on_message(intent("a", 3))
+    rank.measured(2, {"loss": 1.0})
+    rank.measured(3, {"loss": 0.5})
+    rank.due(3)
+    rank.measured(3, {})
+    rank.measured(4, {"loss": 0.1})
+    assert rank.sent == [{"kind": "disk.measured", "step": 3, "metrics": {"loss": 0.5}}]

@@ -4,35 +4,13 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from everstep.checkpoint.tensors import Collector
 from everstep.checkpoint.walk import StateWalk
-from everstep.inprocess import groups
-
-
-def leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    for _, empty in groups.caches():  # DTensor's caches know meshes, and with them the rank that we were
-        empty()
-
-
-@pytest.fixture
-def as_rank():
-    """Be one rank of a world that does not exist: a collective would return at once, with nothing done."""
-
-    def become(rank: int, world: int) -> None:
-        leave()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-
-    yield become
-    leave()
 
 
 def leaf_of(value: DTensor):
@@ -168,11 +146,3 @@ def test_ddp_s_parameters_are_replicas_and_its_buffers_each_rank_s_own(as_rank):
     assert facts["model/0.weight"] == facts["optimizer/state/0.weight/momentum_buffer"] == (True, False)
     assert facts["model/1.running_mean"] == facts["rng/torch"] == (False, True)
     assert set(layout.section("model").tree) == set(inner.state_dict())
-
-
-def test_fsdp1_is_refused_with_what_to_use_instead():
-    class FullyShardedDataParallel(nn.Module):
-        """Known by its name, so that its module need not be imported."""
-
-    with pytest.raises(TypeError, match=r"FSDP1 .* Use fully_shard"):
-        StateWalk({"model": nn.Sequential(FullyShardedDataParallel())})

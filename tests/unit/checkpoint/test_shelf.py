@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint import memory, segments, shelf
-from everstep.checkpoint.core.budget import Memory, Need, shortage, size
+from everstep.checkpoint.core.budget import Memory, Need, bytes_of, shortage, size
 from everstep.checkpoint.core.estimate import buffer_bytes, state_bytes, state_tensors
 from everstep.checkpoint.core.plan import Committed
 from everstep.checkpoint.segments import Segment
 from everstep.checkpoint.shelf import Shelf
-from everstep.errors import MemoryShortage
+from everstep.errors import MemoryShortage, UsageError
 from everstep.testing.loopback import LoopbackHost
 
 PLENTY = Memory(8 << 30)
@@ -188,3 +188,14 @@ def test_state_to_come_is_counted_by_class(names, group, tensors):
     assert state_tensors(names, group) == tensors
     assert state_bytes(tensors, 100) == tensors * 128 + 192
     assert buffer_bytes(1000, 3, 4096) % 4096 == 0
+
+
+@pytest.mark.parametrize(("text", "amount"), [("12", 12), ("1KB", 1000), ("1.5 GiB", 3 * 2**29), ("8gb", 8 * 10**9)])
+def test_amounts_of_memory(text, amount):
+    assert bytes_of(text) == amount
+
+
+@pytest.mark.parametrize("text", ["", "GB", "1 XB", "-3", "1.2.3"])
+def test_amounts_that_are_none(text):
+    with pytest.raises(UsageError, match="write for example"):
+        bytes_of(text)

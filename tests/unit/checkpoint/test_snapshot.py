@@ -409,6 +409,8 @@ class SlowCopy:
 
 
 class SlowStager:
+    scratch = None
+
     def __init__(self) -> None:
         self.copies: list[SlowCopy] = []
 

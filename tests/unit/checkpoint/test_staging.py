@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from everstep.checkpoint.core.layout import ITEM_BYTES, align
-from everstep.checkpoint.staging import SERIAL, Group, HostStager, Stretch, grouped
+from everstep.checkpoint.staging import (
+    SCRATCH,
+    SERIAL,
+    SMALL,
+    DeviceCopy,
+    Gathered,
+    Group,
+    HostStager,
+    Scratch,
+    Stretch,
+    grouped,
+)
 
 KNOWN = [name for name in ITEM_BYTES if hasattr(torch, name) and name != "complex32"]  # torch warns of that one
 
@@ -30,7 +41,14 @@ def raw_bytes(value: torch.Tensor) -> bytes:
     )
 
 
-def copied(sources: list[torch.Tensor], apart: int = 64) -> tuple[list, bool]:
+class HostScratch(Scratch):
+    """As if the host's tensors were a device's."""
+
+    def wants(self, source: torch.Tensor) -> bool:
+        return 0 < source.numel() * source.element_size() <= SMALL
+
+
+def copied(sources: list[torch.Tensor], apart: int = 64, scratch: Scratch | None = None) -> tuple[list, bool]:
     """Copy into one buffer, laid out as a payload is; return the groups, and whether every byte is right."""
     places, end = [], 0
     for source in sources:
@@ -42,7 +60,7 @@ def copied(sources: list[torch.Tensor], apart: int = 64) -> tuple[list, bool]:
     for at, source in zip(places, sources, strict=True):
         part = raw[4096 + at : 4096 + at + source.numel() * source.element_size()]
         pairs.append((part.view(source.dtype).view(source.shape), source))
-    groups = grouped(pairs, raw)
+    groups = grouped(pairs, raw, scratch)
     HostStager().stage(groups, [])
     alike = [raw_bytes(to) == raw_bytes(source) for to, source in pairs]
     outside = bytes(raw[:4096].numpy()) + bytes(raw[4096 + end :].numpy())
@@ -57,9 +75,7 @@ def test_every_bit_of_every_dtype_arrives(name):
     assert right
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_any_mixture_arrives(seed):
-    rng = random.Random(seed)
+def mixture(rng: random.Random) -> list[torch.Tensor]:
     sources = []
     for _ in range(rng.randrange(1, 30)):
         shape = tuple(rng.choice([1, 2, 3, 5, 16, 40]) for _ in range(rng.randrange(3)))
@@ -70,8 +86,69 @@ def test_any_mixture_arrives(seed):
             source = source.conj() if rng.random() < 0.5 else source.conj().imag
         if source.numel():
             sources.append(source)
-    _, right = copied(sources, apart=rng.choice([64, 64, 128, 4096]))
+    return sources
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_mixture_arrives(seed):
+    rng = random.Random(seed)
+    _, right = copied(mixture(rng), apart=rng.choice([64, 64, 128, 4096]))
     assert right
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_mixture_arrives_by_way_of_a_device_s_scratch(seed):
+    """One piece of it for all stretches, whatever was in it before."""
+    rng = random.Random(seed)
+    scratch = HostScratch()
+    for _ in range(3):
+        groups, right = copied(mixture(rng), apart=rng.choice([64, 64, 128, 4096]), scratch=scratch)
+        assert right
+        assert all(group.device == "cpu" for group in groups)
+
+
+def test_thousands_of_small_tensors_cross_in_a_few_copies():
+    """AdamW's leaves of a model of 1,426 parameters: a launch each were 38 ms a step on an H200."""
+    sources = [torch.randn(()) if n % 4 == 0 else torch.randn(64, 16) for n in range(5704)]
+    scratch = HostScratch()
+    groups, right = copied(sources, scratch=scratch)
+    assert right
+    assert [type(group) for group in groups] == [Gathered]
+    assert scratch.bytes <= SCRATCH
+    assert len(groups[0].into) == 1  # one gathering for each dtype
+
+
+def test_the_scratch_is_bounded_and_large_tensors_do_not_go_through_it():
+    sources = [torch.zeros(SMALL, dtype=torch.uint8) for _ in range(40)] + [torch.zeros(SMALL + 1, dtype=torch.uint8)]
+    scratch = HostScratch()
+    groups, right = copied(sources, scratch=scratch)
+    assert right
+    gathered = [group for group in groups if isinstance(group, Gathered)]
+    assert [len(group.sources) for group in gathered] == [32, 8]
+    assert scratch.bytes == SCRATCH
+    assert {group.scratch.data_ptr() for group in gathered} == {gathered[0].scratch.data_ptr()}
+    assert sum(len(group.sources) for group in groups) == 41
+
+
+def test_a_copy_lets_go_of_what_it_read_when_it_has_arrived():
+    """CS-10, M13: held until then, and no longer."""
+
+    class Event:
+        arrived = False
+
+        def query(self):
+            return self.arrived
+
+        def synchronize(self):
+            self.arrived = True
+
+    source = torch.ones(3)
+    for finish in (lambda copy: (setattr(copy.event, "arrived", True), copy.done()), lambda copy: copy.wait()):
+        copy = DeviceCopy(Event(), [source])
+        assert not copy.done()
+        assert copy._sources == [source]
+        finish(copy)
+        assert copy._sources == []
 
 
 def test_small_neighbours_are_one_call_and_large_ones_their_own():

@@ -65,6 +65,20 @@ def test_flags_that_cannot_be_meant(words, mend):
         flags.request_from(parse(*words.split()))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ('{"faults": [], "fault_seed": 3}', "the plan: 'fault_seed' is not known"),
+        ('{"faults": [{"step": 5, "rank": 0, "type": "hang", "postion": "backward"}]}', "fault 0: 'postion' is not"),
+        ('{"faults": [], "asked": {"seed": 1, "n": 2}}', "asked: 'n' is not known"),
+    ],
+)
+def test_a_key_that_nobody_reads_is_refused(tmp_path, wrong, told):
+    (tmp_path / "plan.json").write_text(wrong)
+    with pytest.raises(UsageError, match=told):
+        flags.request_from(parse("--fault-plan", str(tmp_path / "plan.json")))
+
+
 def test_a_plan_is_replayed_from_a_file_or_a_run_folder(tmp_path):
     made = plan(1, 3, ("hang",), (), 2, 50)
     (tmp_path / "faults.json").write_text(codec.dumps(made, {0: 1.0}))

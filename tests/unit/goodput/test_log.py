@@ -66,3 +66,6 @@ def test_the_newest_run_is_found_and_none_is_told(tmp_path):
     for name in ("20260101-a", "20260102-b"):
         SimulatedRun(ranks=1, steps=2).write(tmp_path / name)
     assert newest_run(tmp_path).name == "20260102-b"
+    (tmp_path / "20260103-c" / "events").mkdir(parents=True)
+    (tmp_path / "20260103-c" / "events" / "agent-1.jsonl").touch()
+    assert newest_run(tmp_path).name == "20260102-b", "one that never began"

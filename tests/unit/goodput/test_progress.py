@@ -1,11 +1,12 @@
 """The live display: what it says, and that nothing holds up the agent."""
 
 import os
+import re
 
 import pytest
 
 from everstep.events import FaultNoticed, GenerationStarted, Notice, ProcessEnded, Record, RunStarted, Stamp
-from everstep.goodput.progress import Progress
+from everstep.goodput.progress import LATE_S, Progress
 
 
 @pytest.fixture
@@ -44,30 +45,42 @@ def roster(number, why="kept", restore=None, source=None):
 def play(progress):
     progress.write(event(0.0, STARTED))
     progress.write(event(2.0, roster(0)))
+    progress.begun(0, 100, 2.0)
     for step in range(1, 41):
-        progress.progress(step, 100, 5.0 - step / 20, 2.0 + step * 0.25)
+        progress.progress(step, 5.0 - step / 20, 0.2, 2.0 + step * 0.25)
     progress.write(event(12.30, ProcessEnded(name="worker-1", child_pid=11, status=-9, expected=False, child_rank=1)))
     progress.write(event(12.30, FaultNoticed(number=0, kind="death", noticed_by="pidfd", injured_rank=1, step=40)))
+    assert progress.awaited == 41
     progress.write(event(12.38, roster(1, "spare", 40, "memory")))
+    progress.begun(40, 100, 12.40)
+    progress.came(0, 41, 12.63)
+    progress.came(1, 41, 12.65)
+    assert progress.awaited is None
     for step in range(41, 61):
-        progress.progress(step, 100, 3.0, 12.38 + (step - 40) * 0.25)
-    progress.close(18.0)
+        progress.progress(step, 3.0, 0.2, 12.40 + (step - 40) * 0.25)
 
 
 def test_plain_lines_where_there_is_no_terminal(pipe):
     read, write = pipe
-    play(Progress(write, terminal=False))
+    progress = Progress(write, terminal=False)
+    play(progress)
+    progress.close(18.0)
     lines = told(read).splitlines()
-    assert "everstep: step 41: rank 1 killed (SIGKILL); a spare took over in 0.08 s from memory, 0 steps lost" in lines
+    fault = (
+        "step 41: rank 1 killed (SIGKILL); a spare took over, state from memory, first new step 0.35 s after the fault"
+    )
+    assert f"everstep: {fault}, 0 steps lost" in lines
     status = [line for line in lines if "/100" in line]
     assert len(status) <= 5  # one in five seconds, and the last
-    assert status[-1] == "everstep: step 60/100, loss 3.0000, 4.0 steps/s, goodput 83 %, 1 fault survived"
+    assert status[-1] == "everstep: step 60/100, loss 3.0000, 4.0 steps/s, goodput 67 %, 1 fault survived"
     assert "\x1b" not in "".join(lines)
 
 
 def test_a_bar_where_there_is_one(pipe):
     read, write = pipe
-    play(Progress(write, terminal=True, width=100))
+    progress = Progress(write, terminal=True, width=100)
+    play(progress)
+    progress.close(18.0)
     text = told(read)
     assert "step 60/100" in text
     assert "killed (SIGKILL)" in text
@@ -75,25 +88,124 @@ def test_a_bar_where_there_is_one(pipe):
     assert text.rstrip().endswith("\x1b[?25h")
 
 
+@pytest.mark.parametrize("width", range(12, 130))
+def test_the_bar_stays_on_one_line(pipe, width):
+    read, write = pipe
+    progress = Progress(write, terminal=True, width=width)
+    play(progress)
+    told(read)
+    progress.tick(100.0)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", told(read))
+    assert "\n" not in shown.rstrip("\n")
+    assert shown.startswith("step 60/100"[: width - 1])
+    assert len(shown) < width
+    assert ("1 fault survived" in shown) == (width > 71)
+    assert "━" in shown or width < 81
+
+
 @pytest.mark.parametrize(
     ("notice", "why", "line"),
     [
         (FaultNoticed(number=0, kind="exception", noticed_by="worker", injured_rank=1, step=6, text="at\nKeyError: 3"),
-         "kept", "step 7: rank 1 raised an exception (KeyError: 3); every process kept, on after 0.50 s, 6 steps lost"),
+         "kept", "step 7: rank 1 raised an exception (KeyError: 3); every process kept, {back} 0.50 s after the fault, "
+         "6 steps lost"),
         (FaultNoticed(number=0, kind="stall", noticed_by="page", injured_rank=1, step=6, last_mark_s=1.5),
-         "kept", "step 7: rank 1 made no progress for 3.50 s; every process kept, on after 0.50 s, 6 steps lost"),
+         "kept", "step 7: rank 1 made no progress for 3.50 s; every process kept, {back} 4.00 s after the fault, "
+         "6 steps lost"),
         (FaultNoticed(number=0, kind="wedged", noticed_by="page", injured_rank=1, step=None),
-         "spare", "step 1: rank 1 could not be reached and was killed; a spare took over in 0.50 s, 0 steps lost"),
+         "spare", "step 1: rank 1 could not be reached and was killed; a spare took over, {back} 0.50 s after the "
+         "fault, 0 steps lost"),
         (FaultNoticed(number=0, kind="death", noticed_by="pidfd", injured_rank=1, step=6),
-         "started", "step 7: rank 1 died; a new process took over in 0.50 s, 6 steps lost"),
+         "started", "step 7: rank 1 died; a new process took over, {back} 0.50 s after the fault, 6 steps lost"),
     ],
 )  # fmt: skip
-def test_a_line_for_each_kind_of_fault(pipe, notice, why, line):
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_line_for_each_kind_of_fault(pipe, notice, why, line, steps):
+    """With the first new step where the job tells of steps, else when the ranks are back."""
     read, write = pipe
     progress = Progress(write, terminal=False)
+    progress.write(event(0.5, STARTED))
+    if steps:
+        progress.begun(0, 10, 1.0)
+        told(read)
     progress.write(event(5.0, notice))
-    progress.write(event(5.5, roster(1, why)))
-    assert told(read) == f"everstep: {line}\n"
+    progress.write(event(5.2 if steps else 5.5, roster(1, why)))
+    if steps:
+        awaited = progress.awaited
+        assert awaited == (notice.step or 0) + 1
+        progress.begun(0, 10, 5.3)
+        progress.came(0, awaited, 5.5)
+        progress.came(1, awaited, 5.4)
+    shown = [text for text in told(read).splitlines() if "taken for a hang" not in text]
+    back = "first new step" if steps else "ranks entered again"
+    assert shown == [f"everstep: {line.format(back=back)}"]
+
+
+def test_a_second_fault_on_the_way_back_lengthens_the_first(pipe):
+    read, write = pipe
+    progress = Progress(write, terminal=False)
+    progress.write(event(0.0, STARTED))
+    progress.begun(0, 10, 1.0)
+    told(read)
+    for at in (5.0, 6.0):
+        progress.write(
+            event(at, FaultNoticed(number=0, kind="exception", noticed_by="worker", injured_rank=0, step=3, text="e"))
+        )
+        progress.write(event(at + 0.1, roster(int(at) - 4, "kept", 3, "memory")))
+        progress.begun(3, 10, at + 0.2)
+        progress.came(0, 4, at + 0.3)  # and rank 1 does not come to it
+    progress.came(1, 4, 6.5)
+    assert re.findall(r"new step (.*) s after", told(read)) == ["1.50", "0.50"]
+    assert progress.survived == 2
+
+
+@pytest.mark.parametrize("how", ["late", "close", "last step"])
+def test_a_new_step_that_does_not_come_is_not_waited_for_in_silence(pipe, how):
+    read, write = pipe
+    progress = Progress(write, terminal=False)
+    progress.write(event(0.0, STARTED))
+    progress.begun(0, 10, 1.0)
+    done = 10 if how == "last step" else 3
+    progress.write(
+        event(5.0, FaultNoticed(number=0, kind="death", noticed_by="pidfd", injured_rank=1, step=done, text=""))
+    )
+    progress.write(event(5.5, roster(1, "spare", done, "memory")))
+    if how == "late":
+        progress.tick(5.5 + LATE_S - 1)
+        assert "took over" not in told(read)
+        progress.tick(5.5 + LATE_S)
+    elif how == "close":
+        progress.close(6.0)
+    assert "a spare took over, state from memory, ranks entered again 0.50 s after the fault" in told(read)
+
+
+def test_the_last_step_that_is_known_stands_before_the_closing_words_and_nothing_after_them(pipe):
+    read, write = pipe
+    progress = Progress(write, terminal=False)
+    progress.write(event(0.0, STARTED))
+    progress.begun(0, 40, 1.0)
+    progress.progress(1, None, 0.1, 1.1)
+    told(read)
+    progress.write(
+        event(1.3, FaultNoticed(number=0, kind="exception", noticed_by="worker", injured_rank=1, step=6, text="e"))
+    )
+    progress.write(event(1.4, Notice(text="three faults alike", level="error", closing=True)))
+    progress.tick(9.0)
+    progress.close(9.0)
+    assert told(read).splitlines() == ["everstep: step 6/40, 10.0 steps/s", "everstep: three faults alike"]
+
+
+def test_a_healthy_slow_step_has_a_remedy_that_is_told_once(pipe):
+    read, write = pipe
+    progress = Progress(write, terminal=False)
+    for at in (5.0, 15.0):
+        progress.write(
+            event(at, FaultNoticed(number=0, kind="stall", noticed_by="page", injured_rank=1, last_mark_s=at - 3.5))
+        )
+    line = told(read)
+    assert line.count("\n") == 1
+    assert "rank 1 made no progress for 3.50 s" in line
+    assert all(way in line for way in ('run.phase("name")', "run.paused()", "--soft-timeout"))
 
 
 def test_a_peer_s_complaint_does_not_hide_the_death(pipe):
@@ -105,7 +217,10 @@ def test_a_peer_s_complaint_does_not_hide_the_death(pipe):
     progress.write(event(5.1, ProcessEnded(name="w", child_pid=11, status=-11, expected=False, child_rank=1)))
     progress.write(event(5.1, FaultNoticed(number=0, kind="death", noticed_by="pidfd", injured_rank=1, step=3)))
     progress.write(event(5.4, roster(1, "spare", 3)))
-    assert told(read) == "everstep: step 4: rank 1 killed (SIGSEGV); a spare took over in 0.40 s, 0 steps lost\n"
+    assert told(read) == (
+        "everstep: step 4: rank 1 killed (SIGSEGV); a spare took over, ranks entered again 0.40 s after the fault, "
+        "0 steps lost\n"
+    )
 
 
 def test_notices_are_shown(pipe):
@@ -119,8 +234,9 @@ def test_a_pipe_that_nobody_empties_never_blocks_and_keeps_memory_bounded(pipe, 
     """A write into a full pipe would wait for ever here; the test's own time limit would end it."""
     read, write = pipe
     progress = Progress(write, terminal=terminal, width=100)
+    progress.begun(0, 120, 0.0)
     for at in range(120):
-        progress.progress(at, 120, 1.0, at * 6.0)
+        progress.progress(at, 1.0, 0.1, at * 6.0)
         progress.say("x" * 2000)
     assert 0 < progress.out.backlog <= 64 * 1024
     assert len(told(read)) > 0
@@ -133,6 +249,7 @@ def test_a_closed_pipe_ends_the_display_and_nothing_else(pipe):
     os.close(read)
     progress = Progress(write, terminal=False)
     play(progress)
+    progress.close(18.0)
     assert progress.out.closed
     assert progress.out.backlog == 0
 
@@ -141,10 +258,37 @@ def test_goodput_counts_a_rolled_back_step_once(pipe):
     _, write = pipe
     progress = Progress(write, terminal=False)
     progress.write(event(0.0, STARTED))
+    progress.begun(0, 40, 0.0)
     for step in range(1, 21):
-        progress.progress(step, 40, None, float(step))
+        progress.progress(step, None, 1.0, float(step))
     progress.write(event(20.0, FaultNoticed(number=0, kind="exception", noticed_by="worker", injured_rank=0, step=20)))
     progress.write(event(20.0, roster(1, "kept", 10, "disk")))
+    progress.begun(10, 40, 20.0)
     for step in range(11, 41):
-        progress.progress(step, 40, None, 10.0 + step)
-    assert progress.goodput(50.0) == pytest.approx(40 / 50, abs=0.03)
+        progress.progress(step, None, 1.0, 10.0 + step)
+    assert progress.goodput(50.0) == pytest.approx(40 / 50, abs=0.01)
+
+
+def test_goodput_is_of_steps_alone_and_of_no_few(pipe):
+    """Steps of 5 ms between which start-up, waits and faults took seconds are no goodput of 100 %."""
+    _, write = pipe
+    progress = Progress(write, terminal=False)
+    progress.write(event(0.0, STARTED))
+    progress.begun(0, 40, 3.0)
+    for step in range(1, 4):
+        progress.progress(step, None, 0.005, 3.0 + step * 0.7)
+        assert progress.goodput(3.0 + step * 0.7) is None
+    progress.progress(4, None, 0.005, 6.0)
+    assert progress.goodput(6.0) == pytest.approx(4 * 0.005 / 6.0)
+
+
+def test_of_a_script_without_the_library_no_step_is_told(pipe):
+    """A peer's complaint came first; its steps, and what is lost, nobody knows."""
+    read, write = pipe
+    progress = Progress(write, terminal=False)
+    progress.write(event(0.0, RunStarted(job="j", argv=(), world_size=2, spares=0, wrapped=False)))
+    progress.write(event(5.0, FaultNoticed(number=0, kind="exception", noticed_by="worker", injured_rank=0)))
+    progress.write(event(5.1, ProcessEnded(name="w", child_pid=11, status=-9, expected=False, child_rank=1)))
+    progress.write(event(5.1, FaultNoticed(number=0, kind="death", noticed_by="agent node-0", injured_rank=1)))
+    progress.write(event(5.4, roster(1, "started")))
+    assert told(read) == "everstep: rank 1 killed (SIGKILL); all ranks begin anew after 0.40 s\n"

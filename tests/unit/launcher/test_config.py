@@ -4,7 +4,7 @@ import pytest
 
 from everstep.errors import ConfigurationError, UsageError
 from everstep.launcher.agent.worker import environment_of, plan_logs, stream_of
-from everstep.launcher.config import LaunchConfig, bytes_of, from_flags, mentions_everstep, writable
+from everstep.launcher.config import LaunchConfig, from_flags, mentions_everstep, writable
 from everstep.launcher.preload import top_level_imports
 
 FLAGS = {
@@ -37,11 +37,29 @@ def script(tmp_path, text: str, name: str = "train.py") -> str:
         ({"module": True, "no_python": True}, "contradict"),
         ({"soft_timeout_s": 9.0, "hard_timeout_s": 3.0}, "soft < hard"),
         ({"grace_s": -1.0}, "0 or more"),
+        ({"nproc": 3, "min_world_size": 4}, "give 1 to 3"),
+        ({"min_world_size": 0}, "keeps its size"),
+        ({"replacement_timeout_s": -1.0}, "0 or more"),
+        ({"min_world_size": 1, "wrapped": False}, "leave the flag out"),
     ],
 )
 def test_impossible_launches_are_refused_with_the_mend(settings, mend):
     with pytest.raises(UsageError, match=mend):
         LaunchConfig(script="x.py", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "known"),
+    [
+        ({}, (None, None, 600.0)),
+        ({"min_world_size": 2}, (2, 60.0, 600.0)),
+        ({"min_world_size": 2, "replacement_timeout_s": 0.0}, (2, 0.0, 600.0)),
+        ({"replacement_timeout_s": 3600.0}, (None, 3600.0, 3600.0)),
+    ],
+)
+def test_how_long_a_replacement_is_awaited(settings, known):
+    policy = LaunchConfig(script="x.py", nproc=3, **settings).policy
+    assert (policy.min_world_size, policy.replace_deadline_s, policy.start_deadline_s) == known
 
 
 def test_a_script_that_does_not_exist_is_named(tmp_path):
@@ -72,17 +90,6 @@ def test_a_doubt_keeps_the_spare(tmp_path):
     assert mentions_everstep("no.such.module.anywhere", module=True)
 
 
-@pytest.mark.parametrize(("text", "amount"), [("12", 12), ("1KB", 1000), ("1.5 GiB", 3 * 2**29), ("8gb", 8 * 10**9)])
-def test_amounts_of_memory(text, amount):
-    assert bytes_of(text) == amount
-
-
-@pytest.mark.parametrize("text", ["", "GB", "1 XB", "-3", "1.2.3"])
-def test_amounts_that_are_none(text):
-    with pytest.raises(UsageError, match="write for example"):
-        bytes_of(text)
-
-
 def test_an_unwritable_folder_is_an_error_with_its_name(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="--run-dir"):
@@ -107,10 +114,18 @@ def test_no_log_of_an_earlier_start_is_written_into(tmp_path):
 
 def test_a_rank_sees_what_torchrun_would_set(tmp_path):
     config = LaunchConfig(script="x.py", nproc=4, max_restarts=3)
-    got = environment_of({"HOME": "/x"}, config, 2, 1, ("127.0.0.1", 1234), "e.json")
+    got = environment_of({"HOME": "/x"}, config, 2, 4, 1, ("127.0.0.1", 1234), "e.json")
     assert (got["RANK"], got["LOCAL_RANK"], got["WORLD_SIZE"], got["LOCAL_WORLD_SIZE"]) == ("2", "2", "4", "4")
     assert (got["MASTER_ADDR"], got["MASTER_PORT"], got["TORCHELASTIC_RESTART_COUNT"]) == ("127.0.0.1", "1234", "1")
     assert (got["OMP_NUM_THREADS"], got["TORCHELASTIC_MAX_RESTARTS"], got["HOME"]) == ("1", "3", "/x")
+
+
+def test_restarts_without_a_number_are_not_told_as_none(tmp_path):
+    """A script that asks whether this is the last attempt must not be told so at the first."""
+    got = environment_of({}, LaunchConfig(script="x.py"), 0, 1, 7, ("127.0.0.1", 1234), "e.json")
+    assert int(got["TORCHELASTIC_RESTART_COUNT"]) < int(got["TORCHELASTIC_MAX_RESTARTS"])
+    got = environment_of({}, LaunchConfig(script="x.py", max_restarts=0), 0, 1, 0, ("127.0.0.1", 1234), "e.json")
+    assert got["TORCHELASTIC_MAX_RESTARTS"] == "0"
 
 
 def test_the_script_s_own_imports_are_preloaded_but_not_its_neighbours(tmp_path):

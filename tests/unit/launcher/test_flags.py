@@ -53,3 +53,18 @@ def test_streams_and_ranks_are_taken_as_torchrun_writes_them(script):
     given = ["--redirects", "3", "--tee", "0:1,1:3", "--local-ranks-filter", "0, 2", script]
     config = from_flags(flags.parse(given, EXTENSIONS))
     assert (config.redirects, config.tee, config.local_ranks_filter) == ("3", "0:1,1:3", "0, 2")
+
+
+def test_a_port_is_what_was_given_and_else_any_free_one(script, monkeypatch):
+    """torch up to 2.12 has 29500 for its default: a second job of the node was then refused."""
+    monkeypatch.delenv("PET_MASTER_PORT", raising=False)
+    assert from_flags(flags.parse([script], EXTENSIONS)).master_port is None
+    assert from_flags(flags.parse(["--master-port", "7", script], EXTENSIONS)).master_port == 7
+    monkeypatch.setenv("PET_MASTER_PORT", "8")
+    assert from_flags(flags.parse([script], EXTENSIONS)).master_port == 8
+
+
+def test_the_help_says_what_restarts_mean_here():
+    told = " ".join(flags.build(EXTENSIONS).format_help().split())
+    assert "Restarts of the whole job before it fails; left out, a fault that made progress" in told
+    assert "worker group restarts" not in told

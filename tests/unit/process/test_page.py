@@ -31,5 +31,30 @@ def test_a_reader_sees_what_the_worker_stored():
     assert agent.generation == 3
     worker.mark(13.0)
     assert agent.read().mark_s == 13.0
+    assert (agent.read().moved_s, agent.read().pinged) == (0.0, False)
+    worker.moved(13.2)
+    worker.ping(13.5)
+    assert (agent.read().moved_s, agent.read().pinged, agent.read().mark_s) == (13.2, True, 13.5)
+    worker.enter(4, 14.0)
+    assert not agent.read().pinged, "a new generation has to arm it again"
     worker.close()
     agent.close()
+
+
+def test_a_function_that_declares_no_steps_has_turns():
+    fd = Page.create("test")
+    page = Page(fd)
+    os.close(fd)
+    page.enter(3, 13.0)
+    before = page.progress
+    page.undeclared(13.6)
+    page.turned(3, 13.7)
+    page.seen(5)
+    reading = page.read()
+    assert (reading.undeclared, reading.turns, reading.turned_s, reading.places) == (True, 3, 13.7, 5)
+    assert (reading.phase, reading.mark_s) == (Phase.STEP, 13.6)
+    assert page.progress != before
+    page.enter(4, 14.0)
+    reading = page.read()
+    assert (reading.undeclared, reading.turns, reading.places) == (False, 0, 0)
+    page.close()

@@ -47,6 +47,18 @@ def test_the_end_of_the_other_side_is_seen(ends):
         other.send({"kind": "x"})
 
 
+def test_the_last_words_of_one_who_closes_without_reading_are_heard(ends):
+    """The kernel reports the reset before it hands over what was sent (a finished worker was taken for an orphan)."""
+    ours, other = ends
+    ours.send({"kind": "unread"})
+    other.send({"kind": "first"})
+    other.send({"kind": "last"})
+    other.close()
+    assert [ours.receive()[0]["kind"] for _ in range(2)] == ["first", "last"]
+    with pytest.raises(LinkClosed):
+        ours.receive()
+
+
 def test_what_is_too_large_is_refused_before_it_is_sent(ends):
     ours, _ = ends
     with pytest.raises(ValueError, match="pass a descriptor instead"):

@@ -43,6 +43,23 @@ def test_many_calls_leave_nothing_behind():
         guard.close()
 
 
+def test_calls_that_end_in_time_wake_the_thread_once_for_all_of_them(monkeypatch):
+    guard, woken = Guard("test"), []
+    notify = guard._changed.notify
+    monkeypatch.setattr(guard._changed, "notify", lambda: (woken.append(1), notify()))
+    try:
+        for _ in range(100):
+            with guard.watch(1000, lambda: None):
+                pass
+        assert len(woken) == 1
+        for _ in range(2):  # nearer than what the thread sleeps for
+            severed = threading.Event()
+            with guard.watch(0.001, severed.set):
+                assert severed.wait(20)
+    finally:
+        guard.close()
+
+
 def test_what_has_ended_is_never_severed_later():
     severed = []
     guard = Guard("test")

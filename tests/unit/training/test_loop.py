@@ -37,7 +37,8 @@ class MemoryKeeper(NoKeeper):
         self.calls.append("open")
         self._things = {**state, "loader": loader, "epochs": self.epochs}
 
-    def restore(self):
+    def restore(self, total):
+        del total
         self.calls.append("restore")
         if self._from is None:
             return 0
@@ -112,3 +113,18 @@ def test_a_loop_that_is_cut_anywhere_goes_on_to_the_bit(whole, cut):
     keeper, told = whole
     again = run(MemoryKeeper(keeper.saved[cut]), 2, shuffled)
     assert again == told[cut:]
+
+
+def test_a_break_leaves_the_step_in_which_it_stands_undone():
+    """B7: a step is done when control comes back; one that is left by `break` is done again by whoever goes on."""
+    keeper = MemoryKeeper()
+    parts = AloneParts(0, torch.device("cpu"))
+    parts.keeper = keeper
+    steps = Steps(parts, TOTAL, shuffled(keeper), {}, dict).iterate(None, None)
+    for step, _ in steps:
+        if step == 4:
+            break
+    steps.close()
+    assert sorted(keeper.saved) == [1, 2, 3]
+    again = run(MemoryKeeper(keeper.saved[3]), 2, shuffled)
+    assert [step for step, *_ in again] == list(range(4, TOTAL + 1))

@@ -7,11 +7,16 @@ Rule 2: the limits are what the kernel calls available, what the control group l
 Rule 3: the whole node's need is judged when the first rank asks, so that no rank is refused after others were served.
 """
 
+import re
 from dataclasses import dataclass
+
+from everstep.errors import UsageError
 
 _RESERVE = 16
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _STEP = 1024
+_DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BYTES = _DECIMAL | {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,14 @@ def size(count: int) -> str:
     return f"{value:.1f} {_UNITS[unit]}" if unit else f"{count} B"
 
 
+def bytes_of(text: str) -> int:
+    """Read `8GB`, `512MiB` or a plain number of bytes; UsageError otherwise."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _BYTES:
+        raise UsageError(f"{text!r} is not an amount of memory; write for example 512MiB or 8GB.")
+    return int(float(match[1]) * _BYTES[match[2].lower()])
+
+
 def shortage(need: Need, memory: Memory, cap: int | None) -> str | None:
     """Return why `need` does not fit and what to change, or None where it does."""
     limits = [(memory.available - memory.available // _RESERVE, "this machine has available", _GROW_NODE)]
@@ -66,4 +79,4 @@ def shortage(need: Need, memory: Memory, cap: int | None) -> str | None:
 
 _GROW_NODE = "Use a machine with more memory, or end what else runs on it"
 _GROW_GROUP = "Raise the container's memory limit"
-_GROW_CAP = "Raise --snapshot-memory"
+_GROW_CAP = "Raise --snapshot-memory (where no agent runs, EVERSTEP_SNAPSHOT_MEMORY)"

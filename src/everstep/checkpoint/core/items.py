@@ -9,6 +9,7 @@ Rule 3: what differs by rank has, for readers that know no ranks, rank 0's also 
 optimizer's groups and a scheduler are the same on all ranks in practice, and `dcp.load` finds them.
 Rule 4: an alias is written once, under its original's name; each of its other names is an entry of its own over the
 same bytes, so that `dcp.load` finds tied weights under both names and neither costs space.
+Rule 5: no two things of a rank share a name: the later in the walk gets a number. All ranks walk alike.
 """
 
 import heapq
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from everstep.checkpoint.core.archive import STORAGES, UNTYPED
-from everstep.checkpoint.core.layout import Layout, Leaf, Ref, Section
+from everstep.checkpoint.core.layout import Layout, Leaf, Pickled, Pieces, Ref, Section
 from everstep.checkpoint.core.manifest import entry_id
 from everstep.errors import CheckpointError
 
@@ -30,6 +31,7 @@ NUMPY_TYPES = {
 """torch's names of numpy's element types; any other array is written as its bytes."""
 
 Path = tuple[str | int, ...]
+_HELD = (Ref, Pieces, Pickled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class ValueItem:
 
 def tensors(layout: Layout) -> tuple[TensorItem, ...]:
     """All leaves of a rank's snapshot with their names and owners, in payload order."""
-    named = [item for section in layout.sections for item in _named(layout, section)]
+    named = list(_tensors(layout))
     load = [(0, rank) for rank in range(layout.world_size)]
     owners: dict[str, int] = {}
     shared = [item for item in named if item.replicated and item.leaf.alias_of is None]
@@ -111,21 +113,52 @@ def tensors(layout: Layout) -> tuple[TensorItem, ...]:
 
 def values(layout: Layout) -> Iterator[ValueItem]:
     """All plain values of the trees; those that every rank holds are rank 0's to write."""
+    for section, path, node, held in _named(layout):
+        if held is None:
+            yield ValueItem(node, dotted(path), path, layout.rank if section.per_rank else 0)
+
+
+def _tensors(layout: Layout) -> Iterator[TensorItem]:
+    for _, path, _, held in _named(layout):
+        for leaf in held or ():
+            yield TensorItem(leaf, dotted(path), path, layout.rank, replicated=_shared(layout, leaf))
+
+
+def _named(layout: Layout) -> Iterator[tuple[Section, Path, Any, list[Leaf] | None]]:
+    """Every node at which a tree ends, its path, and the leaves that it stands for; None for a plain value (rule 5)."""
+    taken: set[str] = set()
     for section in layout.sections:
-        prefix, owner = _prefix(section.name, layout.rank, own=section.per_rank), layout.rank if section.per_rank else 0
-        for path, value in walk(section.tree):
-            if not isinstance(value, Ref):
-                yield ValueItem(value, dotted(prefix + path), prefix + path, owner)
+        for path, node in walk(section.tree):
+            numbers = leaves_of(node)
+            held = None if numbers is None else [section.leaves[n] for n in numbers]
+            own = section.per_rank if held is None else any(x.per_rank and not _shared(layout, x) for x in held)
+            whole = _apart(_prefix(section.name, layout.rank, own=own) + path, taken)
+            taken.add(dotted(whole))
+            yield section, whole, node, held
 
 
-def _named(layout: Layout, section: Section) -> Iterator[TensorItem]:
-    for path, ref in walk(section.tree):
-        if isinstance(ref, Ref):
-            leaf = section.leaves[ref.leaf]
-            shared = leaf.replicated or (layout.world_size == 1 and not leaf.per_rank)
-            own = not shared and leaf.global_shape is None
-            whole = _prefix(section.name, layout.rank, own=own) + path
-            yield TensorItem(leaf, dotted(whole), whole, layout.rank, replicated=shared)
+def _apart(path: Path, taken: set[str]) -> Path:
+    """The path; where another has its name already (the keys 1 and "1", "a.b" and "a" holding "b"), with a number."""
+    found, count = path, 1
+    while dotted(found) in taken:
+        count += 1
+        found = (*path[:-1], f"{path[-1]}#{count}")
+    return found
+
+
+def _shared(layout: Layout, leaf: Leaf) -> bool:
+    return leaf.replicated or (layout.world_size == 1 and not leaf.per_rank)
+
+
+def leaves_of(node: Any) -> tuple[int, ...] | None:
+    """Return the numbers of the leaves for which a node stands; None where it is a plain value or a container."""
+    match node:
+        case Ref() | Pickled():
+            return (node.leaf,)
+        case Pieces():
+            return node.leaves
+        case _:
+            return None
 
 
 def _prefix(section: str, rank: int, *, own: bool) -> Path:
@@ -169,4 +202,4 @@ def _holds_ref(value: Any) -> bool:
         return any(map(_holds_ref, value.values()))
     if isinstance(value, list | tuple | deque):
         return any(map(_holds_ref, value))
-    return isinstance(value, Ref)
+    return isinstance(value, _HELD)

@@ -10,6 +10,7 @@ Rule 4: who else holds the same bytes is said, never guessed by a reader:
     replicated  every rank of the world holds this rectangle, bit for bit: one of them need write it (C8)
                 (ranks with one rectangle of one DTensor are replicas too, where a mesh dimension replicates)
     per_rank    belongs to this rank alone and may differ from a namesake: `qualified` makes its name unique
+                (`leads`: rank 0's is what all ranks have after the next step)
 Rule 5: the JSON carries a version; a reader of version 1 ignores fields it does not know.
 
 Names: `model/<fqn>`, `optimizer/state/<fqn>/<key>`, `optimizer/param_groups/<n>/<key>`, `rng/<generator>`, and
@@ -40,7 +41,7 @@ ITEM_BYTES: Mapping[str, int] = {
 
 Node = Any
 """None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, Counter, deque, set,
-frozenset, of such; a leaf stands as `Ref`."""
+frozenset, of such; a leaf stands as `Ref`, several of one tensor as `Pieces`, a pickled object as `Pickled`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,26 @@ class Ref:
     """In a tree: here stands the leaf with this index of its section."""
 
     leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """In a tree: here stands an object that was pickled, since the save allowed it; the leaf holds its bytes."""
+
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """In a tree: here stand all leaves that are this rank's part of one tensor, none or several.
+
+    A rank of FSDP1 holds a range of a parameter's elements, as rectangles; one of a ShardedTensor any number of shards.
+    """
+
+    leaves: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str
+    spec: Any = None  # plain values from which the object is made again, where no live one takes the bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +80,7 @@ class Leaf:
     shape: tuple[int, ...]  # local: what lies in the payload
     nbytes: int
     offset: int = 0  # in the payload
-    kind: str = "tensor"  # tensor | array | scalar (the last two are numpy's)
+    kind: str = "tensor"  # tensor | array | scalar (these two are numpy's) | bytes | bytearray | pickle
     global_shape: tuple[int, ...] | None = None  # None: equal to shape
     offsets: tuple[int, ...] | None = None  # of this shard in the global tensor; None: all zero
     alias_of: str | None = None  # path of the leaf whose bytes these are
@@ -68,6 +89,8 @@ class Leaf:
     placements: tuple[str, ...] = ()  # of a DTensor, one a mesh dimension: S(0), R; empty for a plain tensor
     stride: tuple[int, ...] = ()  # in the live process, where not row-major; the payload always is
     device: str = "cpu"  # type of the device it lived on
+    shares: tuple[int, int, int] | None = None  # how it overlapped others of its section in memory (core/sharing.py)
+    leads: bool = False  # of what differs by rank: rank 0's is what all have after the next step (DDP's buffers)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -146,7 +169,7 @@ class Layout:
                 for s in body["sections"]
             )
             return cls(body["rank"], body["world_size"], sections)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise DamagedCheckpoint(
                 f"the description of a snapshot cannot be read ({type(error).__name__}: {error}); expected the JSON "
                 f"of layout version {VERSION}. Restore from another copy."
@@ -199,7 +222,8 @@ def _at(leaf: Leaf, offset: int) -> Leaf:
     """`dataclasses.replace`, at a fifth of its cost: done for every leaf at every restart."""
     return Leaf(
         leaf.path, leaf.dtype, leaf.shape, leaf.nbytes, offset, leaf.kind, leaf.global_shape, leaf.offsets,
-        leaf.alias_of, leaf.replicated, leaf.per_rank, leaf.placements, leaf.stride, leaf.device,
+        leaf.alias_of, leaf.replicated, leaf.per_rank, leaf.placements, leaf.stride, leaf.device, leaf.shares,
+        leaf.leads,
     )  # fmt: skip
 
 
@@ -273,6 +297,8 @@ _ENCODERS: dict[type, Callable[[Any, str, int], Any]] = {
     set: lambda v, p, d: _tagged("set", _set(v, p, d)),
     frozenset: lambda v, p, d: _tagged("frozenset", _set(v, p, d)),
     Ref: lambda v, p, d: _tagged("leaf", v.leaf),
+    Pieces: lambda v, p, d: _tagged("pieces", [[*v.leaves], [*v.shape], v.dtype, encode(v.spec, p, d + 1)]),
+    Pickled: lambda v, p, d: _tagged("pickled", v.leaf),
 }
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -289,6 +315,8 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "set": lambda x: set(map(decode, x)),
     "frozenset": lambda x: frozenset(map(decode, x)),
     "leaf": Ref,
+    "pieces": lambda x: Pieces(tuple(x[0]), tuple(x[1]), x[2], decode(x[3])),
+    "pickled": Pickled,
 }
 
 KINDS: frozenset[type] = frozenset(_ENCODERS)
@@ -342,7 +370,8 @@ def unsavable(value: object, path: str) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return (
         f"{path} is a {kind}, which a snapshot cannot hold exactly. It holds None, bool, int, float, complex, str, "
-        "bytes, list, tuple, dict, set, numpy arrays and tensors. Give its object a state_dict() that returns such."
+        "bytes, list, tuple, dict, set, numpy arrays and tensors. Give its object a state_dict() that returns such, or "
+        "pass allow_pickle=True where it is saved and where it is loaded."
     )
 
 

@@ -13,6 +13,7 @@ Rule 5: JSON with a version; unknown fields are ignored.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import isfinite, prod
 from typing import Any
 
 import xxhash
@@ -124,11 +125,16 @@ class Manifest:
     files: Mapping[str, FileFact]
     entries: tuple[Entry, ...]  # sorted by name and offsets
     training: Mapping[str, str]
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # of this step, as far as they were given
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all files, the manifest's own apart."""
         return sum(fact.bytes for fact in self.files.values())
+
+    def with_metrics(self, metrics: Mapping[str, float]) -> "Manifest":
+        """Return the same with what was measured at its step; what is not finite is left out."""
+        return replace(self, metrics={name: value for name, value in metrics.items() if isfinite(value)})
 
     def with_file(self, name: str, fact: FileFact) -> "Manifest":
         """Return the same with one more file."""
@@ -144,7 +150,7 @@ class Manifest:
         """Read what `to_bytes` wrote; DamagedCheckpoint that says what is wrong for anything else."""
         body = _checked(text)
         try:
-            known: dict[str, Any] = {f.name: body[f.name] for f in fields(cls)}
+            known: dict[str, Any] = {f.name: body[f.name] for f in fields(cls) if f.name in body}
             known["files"] = _files(body["files"])
             known["entries"] = tuple(map(Entry.from_json, body["entries"]))
             return cls(**known)
@@ -194,6 +200,7 @@ def merge(fragments: Iterable[Fragment]) -> Manifest:
     entries = _entries(by_rank.values())
     for fragment in by_rank.values():
         _check_needs(fragment, entries)
+    _check_whole(entries.values())
     files = {name: fact for fragment in by_rank.values() for name, fact in fragment.files.items()}
     ordered = tuple(entries[key] for key in sorted(entries, key=lambda k: (entries[k].name, entries[k].offsets)))
     return Manifest(
@@ -236,6 +243,24 @@ def _entries(fragments: Iterable[Fragment]) -> dict[str, Entry]:
                 )
             _check_equal(fragment, entry.id, known, entry.xxh3)
     return entries
+
+
+def _check_whole(entries: Iterable[Entry]) -> None:
+    """A tensor with a hole would be loaded with whatever stood there: all of its pieces have been written, or none is.
+
+    Pieces that overlap, of a mesh that replicates, may make more than the whole.
+    """
+    written: dict[str, int] = {}
+    wanted: dict[str, int] = {}
+    for entry in entries:
+        written[entry.name] = written.get(entry.name, 0) + prod(entry.sizes)
+        wanted[entry.name] = prod(entry.shape)
+    for name, size in wanted.items():
+        if written[name] < size:
+            raise CheckpointError(
+                f"the ranks wrote {written[name]} of the {size} elements of {name}: a rank that holds a part of it has "
+                "not saved it"
+            )
 
 
 def _check_needs(fragment: Fragment, entries: Mapping[str, Entry]) -> None:

@@ -7,6 +7,7 @@
       __0_0.layout.json           rank 0's snapshot, described (core/layout.py)
     step-140.0.3.9f3a77c1-7.tmp/  being written: epoch 0, generation 3, seventh attempt of the job 9f3a77c1
     .everstep-9f3a77c1.job        that job's owner file, locked while a process of it lives
+    .everstep.gate                locked while a job looks whether another one is here
 
 Whatever matches none of these is somebody else's and is never touched.
 """
@@ -14,6 +15,7 @@ Whatever matches none of these is somebody else's and is never touched.
 import re
 from dataclasses import dataclass
 
+GATE = ".everstep.gate"
 MANIFEST = "manifest.json"
 CONDEMNED = "manifest.condemned.json"
 METADATA = ".metadata"

@@ -11,12 +11,16 @@ Rule 2: the seal is trusted for the payload (EXPERIMENTS M7: no hashing in the l
     process whole); a checksum covers header and meta, since a reader acts on what they say.
 Rule 3: every snapshot says its lineage: the epoch and generation that made it and the step that generation began
     from (-1: from the beginning). Snapshots of two lineages are never combined.
+    Whoever reads the whole payload first (a writer) leaves its checksum beside the seal: from then on the copy is
+    hashed, and a restore compares it (CL-17).
 Rule 4: `parse` never raises: it returns a header, or the reason why there is none.
 """
 
 import struct
 import zlib
 from dataclasses import dataclass
+
+import xxhash
 
 from everstep.checkpoint.core.layout import align
 
@@ -33,6 +37,9 @@ _SEAL_AT = 8
 _INVERTED_AT = 16
 _BODY_AT = 24
 _CHECKSUM_AT = _BODY_AT + _BODY.size
+_HASHED_AT = 512
+_DIGEST = struct.Struct("<QQ")
+_DIGEST_AT = _HASHED_AT + _WORD.size
 _ALL_ONES = 2**64 - 1
 
 Writable = bytearray | memoryview
@@ -70,6 +77,7 @@ def unseal(buffer: Writable) -> None:
     """Make the buffer void: first thing before anything of a new snapshot is written, and to revoke one."""
     _WORD.pack_into(buffer, _SEAL_AT, 0)
     _WORD.pack_into(buffer, _INVERTED_AT, 0)
+    _WORD.pack_into(buffer, _HASHED_AT, 0)
 
 
 def write(buffer: Writable, header: Header, meta: bytes) -> None:
@@ -96,6 +104,33 @@ def seal(buffer: Writable, sequence: int) -> None:
     """Declare the buffer whole: the last thing, after payload, header and meta."""
     _WORD.pack_into(buffer, _INVERTED_AT, sequence ^ _ALL_ONES)
     _WORD.pack_into(buffer, _SEAL_AT, sequence)
+
+
+def put_checksum(buffer: Writable, sequence: int, checksum: int) -> None:
+    """Leave the payload's checksum (xxh3) beside the seal of snapshot `sequence`. The buffer must be held."""
+    _DIGEST.pack_into(buffer, _DIGEST_AT, checksum, checksum ^ sequence ^ _ALL_ONES)
+    _WORD.pack_into(buffer, _HASHED_AT, sequence)
+
+
+def checksum_of(buffer: Readable, header: Header) -> int | None:
+    """Return the payload's checksum; None where the copy is only sealed. A torn one, or another snapshot's, is none."""
+    (sequence,) = _WORD.unpack_from(buffer, _HASHED_AT)
+    if sequence != header.sequence:
+        return None
+    checksum, guard = _DIGEST.unpack_from(buffer, _DIGEST_AT)
+    return checksum if guard == checksum ^ sequence ^ _ALL_ONES else None
+
+
+def wound(buffer: Readable, header: Header) -> str:
+    """Say what is wrong with the payload of a hashed copy; nothing where it matches, or is only sealed."""
+    expected = checksum_of(buffer, header)
+    if expected is None:
+        return ""
+    with memoryview(buffer) as view, view[header.payload_offset :][: header.payload_bytes] as payload:
+        found = xxhash.xxh3_64_intdigest(payload)
+    if found == expected:
+        return ""
+    return f"damaged: its payload has checksum {found:016x}, not {expected:016x}: bytes were changed in memory"
 
 
 def parse(buffer: Readable) -> Header | str:

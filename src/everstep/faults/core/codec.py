@@ -13,6 +13,9 @@ from everstep.errors import UsageError
 from everstep.faults.core.plan import BOUNDARY, MOST, POSITIONS, Plan, PlannedFault, Spec, check_types
 
 VERSION = 1
+_PLAN_KEYS = ("version", "asked", "world_size", "steps", "faults", "fired")
+_ASKED_KEYS = ("seed", "count", "types", "weights", "steps")
+_FAULT_KEYS = ("index", "step", "rank", "type", "position")
 
 
 def spec_to_json(spec: Spec) -> dict[str, Any]:
@@ -80,12 +83,15 @@ def loads(text: str, name: str) -> tuple[Plan, dict[int, float]]:
 def _read(body: dict[str, Any]) -> tuple[Plan, dict[int, float]]:
     if body.get("version", VERSION) != VERSION:
         raise UsageError(f"version {body['version']!r} is not known here; this Everstep reads version {VERSION}")
+    _check_keys(body, _PLAN_KEYS, "the plan")
     faults = tuple(_fault(index, one) for index, one in enumerate(body["faults"]))
     if len(faults) > MOST:
         raise UsageError(f"{len(faults)} faults; a plan has at most {MOST}")
     if len({f.index for f in faults}) < len(faults):
         raise UsageError("two faults have the same index; leave `index` out and they are numbered")
     asked = body.get("asked")
+    if asked:
+        _check_keys(asked, _ASKED_KEYS, "asked")
     plan = Plan(
         tuple(sorted(faults, key=lambda f: (f.step, f.index))),
         spec_from_json(asked) if asked else None,
@@ -96,7 +102,18 @@ def _read(body: dict[str, Any]) -> tuple[Plan, dict[int, float]]:
     return plan, fired
 
 
+def _check_keys(body: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Refuse a key that nobody reads: what it was meant to say would not be done."""
+    unknown = [str(key) for key in body if key not in known]
+    if unknown:
+        raise UsageError(
+            f"{where}: {', '.join(map(repr, unknown))} is not known here and would be ignored; the keys are "
+            f"{', '.join(known)}"
+        )
+
+
 def _fault(index: int, body: Mapping[str, Any]) -> PlannedFault:
+    _check_keys(body, _FAULT_KEYS, f"fault {index}")
     fault = PlannedFault(
         int(body.get("index", index)),
         int(body["step"]),

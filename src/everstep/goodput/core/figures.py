@@ -23,6 +23,10 @@ from everstep.goodput.core.story import Story
 
 WARM_UP_STEPS = 3
 INFRA = (Category.DETECTION, Category.STOP, Category.REGROUP, Category.STARTUP)
+UNKNOWN = (
+    "the script does not use the library: its time, from its first line to its end, is told as one (script); steps, "
+    "what a fault undid and training goodput are unknown"
+)
 BLOCKED = (Category.SNAPSHOT, Category.CHECKPOINT_STALL)
 
 
@@ -31,7 +35,7 @@ class Figures:
     """What a run comes to. Ratios are None where nothing can be said yet."""
 
     wall_s: float
-    steps: int  # retained
+    steps: int | None  # retained; None: the script does not use the library, so that no step is known
     executions: int  # of steps, on the rank that did most
     step_s: float | None
     step_source: str
@@ -67,13 +71,16 @@ def figures(story: Story, lanes: Sequence[Lane], floor: Sequence[int | None], tw
     infra = sum(p.end - p.start for lane in lanes for p in lane.intervals if p.category in INFRA and p.start >= harm)
     blocked = sum(p.end - p.start for lane in lanes for p in lane.intervals if p.category in BLOCKED)
     goodput, notes = _goodput(steps, step_s, wall_s)
-    if step_s is None:
+    known = bool(steps) or any(s.opened.wrapped for s in story.sessions)
+    if not known:
+        notes = (*notes, UNKNOWN)
+    elif step_s is None:
         notes = (*notes, "no step was recorded: a script without run.steps() shows as start-up, and has no goodput")
     return Figures(
-        wall_s=wall_s, steps=steps, executions=max((len(lane.done) for lane in lanes), default=0),
+        wall_s=wall_s, steps=steps if known else None, executions=max((len(lane.done) for lane in lanes), default=0),
         step_s=step_s, step_source=source, training_goodput=goodput,
         infra_goodput=1 - infra / whole if whole else None,
-        checkpoint_efficiency=1 - blocked / whole if whole else None, notes=notes,
+        checkpoint_efficiency=1 - blocked / whole if whole and known else None, notes=notes,
     )  # fmt: skip
 
 

@@ -88,9 +88,9 @@ def overlay(lane: Iterable[Interval], over: Interval) -> list[Interval]:
 class _Spans:
     """Reads one holder's records of one generation; the stack of spans, and the stage below it."""
 
-    def __init__(self, generation: Generation, seat: Seat) -> None:
+    def __init__(self, generation: Generation, seat: Seat, *, wrapped: bool) -> None:
         kept = seat.why == "kept" and not generation.first
-        self.stage = Category.REGROUP if kept else Category.STARTUP
+        self.stage = Category.REGROUP if kept else Category.STARTUP if wrapped else Category.SCRIPT
         self.settled = Category.STARTUP if generation.first else Category.REBUILD
         self.generation = generation
         self.at = generation.start
@@ -211,7 +211,7 @@ class LaneReader:
         self, lane: Lane, session: Session, generation: Generation, seat: Seat, after: Seat | None
     ) -> list[Interval]:
         process = self.story.process(seat.pid, generation.start)
-        spans = _Spans(generation, seat)
+        spans = _Spans(generation, seat, wrapped=session.opened.wrapped)
         for at, event in self._heard(lane.rank, generation, seat):
             spans.hear(at, event)
         spans.move(generation.end)
@@ -222,11 +222,19 @@ class LaneReader:
         ended = process.ended if process is not None else None
         if ended is not None and ended < generation.end:
             parts = overlay(parts, _after_death(generation, session, process, ended))
+            if generation.last and process is not None and _ended_well(session, generation, process):
+                over = Interval(self._all_ended(generation), generation.end, Category.TAIL, generation.index)
+                parts = overlay(parts, over)
         if generation.broken is not None:
             parts = self._fault(parts, lane.rank, session, generation)
             parts = self._cold_start(parts, generation, seat, after)
         lane.done += spans.done
         return parts
+
+    def _all_ended(self, generation: Generation) -> int:
+        """When the last holder had ended; the generation's end where one had not."""
+        found = [self.story.process(seat.pid, generation.start) for seat in generation.seats.values()]
+        return max(generation.end if p is None or p.ended is None else p.ended for p in found)
 
     def _heard(self, rank: int, generation: Generation, seat: Seat) -> list[tuple[int, object]]:
         """The holder's records of this generation.
@@ -324,6 +332,8 @@ def _after_death(generation: Generation, session: Session, process: Process | No
     """The time after a holder's end, before any fault is laid on it."""
     assert process is not None
     start = max(ended, generation.start)
+    if _ended_well(session, generation, process):
+        return Interval(start, generation.end, Category.COMPLETION, generation.index)
     over = generation.last and session.closed is not None and (process.expected or session.closed.code != 0)
     if over:
         return Interval(start, generation.end, Category.TAIL, generation.index)
@@ -331,3 +341,9 @@ def _after_death(generation: Generation, session: Session, process: Process | No
         return Interval(start, generation.end, Category.DETECTION, generation.index)
     text = f"process {process.pid} ended with status {process.status} and no fault was recorded"
     return Interval(start, generation.end, None, generation.index, None, text)
+
+
+def _ended_well(session: Session, generation: Generation, process: Process) -> bool:
+    """A script without a wrapped call says by its exit code 0 that this rank is done, whenever the others are."""
+    well = generation.last and session.closed is not None and session.closed.code == 0
+    return process.status == 0 and not process.expected and (well or not session.opened.wrapped)

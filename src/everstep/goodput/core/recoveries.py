@@ -33,6 +33,7 @@ class Recovery:
     """One fault and the way back. Parts that were never reached are None.
 
     `step` is the plan's where our injector did it, else the one that was in flight: the first not done on all ranks.
+    A script without the library tells no steps: `step` and `steps_lost` are None, and see `_begun_anew`.
     """
 
     step: int | None
@@ -53,7 +54,9 @@ class Recovery:
     noticed: int
     recovered: int | None
     generation: int
-    took_over: str  # kept | spare | started: who holds the injured rank afterwards
+    took_over: (
+        str  # kept | spare | started: who holds the injured rank afterwards; shrunk: the world goes on without it
+    )
     text: str
 
 
@@ -80,23 +83,39 @@ def _row(
     index = generation.index
     following = story.generations[index + 1] if index + 1 < len(story.generations) else None
     world = _world_step(lanes, generation)
+    wrapped = story.sessions[generation.session].opened.wrapped
     noticed = max(broken.noticed, instant)
-    marks = _marks(story, reader, lanes, generation, world, noticed)
+    marks = (
+        _marks(story, reader, lanes, generation, world, noticed)
+        if wrapped
+        else _begun_anew(story, reader, generation, noticed)
+    )
+    recovered = marks[5] if wrapped else marks[1]
     parts = _parts([instant, noticed, *marks])
     cause = broken.cause
     rank = harm.injured_rank if harm else cause.injured_rank
-    seat = following.seats.get(rank) if following is not None and rank is not None else None
     return Recovery(
-        step=harm.step if harm else world + 1,
+        step=harm.step if harm else world + 1 if wrapped else None,
         rank=rank, type=harm.type if harm else cause.kind, noticed_by=broken.first.noticed_by,
         detect_s=parts[0], stop_s=parts[1], regroup_s=parts[2], rebuild_s=parts[3], restore_s=parts[4],
         redo_s=parts[5], new_step_s=parts[6],
-        recovery_s=to_s(marks[5] - instant) if marks[5] is not None else None,
-        steps_lost=max(0, world - following.restore_step) if following is not None else None,
-        restored_from=(following.restored_from or "the beginning") if following is not None else None,
-        instant=instant, noticed=noticed, recovered=marks[5], generation=index,
-        took_over=seat.why if seat is not None else "", text=cause.text or broken.first.text,
+        recovery_s=to_s(recovered - instant) if recovered is not None else None,
+        steps_lost=max(0, world - following.restore_step) if following is not None and wrapped else None,
+        restored_from=(following.restored_from or "the beginning") if following is not None and wrapped else None,
+        instant=instant, noticed=noticed, recovered=recovered, generation=index,
+        took_over=_taken(generation, following, rank), text=cause.text or broken.first.text,
     )  # fmt: skip
+
+
+def _taken(generation: Generation, following: Generation | None, rank: int | None) -> str:
+    """Who holds the injured rank afterwards; in a smaller world a lost process's rank is another's, or nobody's."""
+    if following is None or rank is None:
+        return ""
+    before, after = generation.seats.get(rank), following.seats.get(rank)
+    left = before is not None and before.pid not in {seat.pid for seat in following.seats.values()}
+    if left and len(following.seats) < len(generation.seats):
+        return "shrunk"
+    return after.why if after is not None else ""
 
 
 def _parts(ends: Sequence[int | None]) -> list[float | None]:
@@ -131,6 +150,20 @@ def _marks(
     redo = _slowest(here, lambda lane: _done(lane, back, world)) if back.restore_step < world else restore
     new = _slowest(here, lambda lane: _new(lane, back, world))
     return _rising([stop, regroup, rebuild, restore, redo, new])
+
+
+def _begun_anew(story: Story, reader: LaneReader, generation: Generation, noticed: int) -> list[int | None]:
+    """The same marks of a script without the library: its way back is over when all ranks have begun it anew.
+
+    That counts only where a later start ran on: to exit code 0, or until now. What it does again is not known.
+    """
+    arrived = [at for at in reader.arrivals(generation).values() if at is not None]
+    stop = max([noticed, *arrived])
+    later = story.generations[generation.index + 1 :]
+    closed = story.sessions[-1].closed
+    if not later or later[-1].broken is not None or (closed is not None and closed.code != 0):
+        return [stop if later else None, None, None, None, None, None]
+    return [stop, max(stop, later[0].start), None, None, None, None]
 
 
 def _rising(marks: Sequence[int | None]) -> list[int | None]:

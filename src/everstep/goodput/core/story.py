@@ -260,7 +260,11 @@ def _breaks(story: Story, session: Session, begun: list[tuple[int, GenerationSta
             story.notes.append(f"injected, but no fault was recorded (yet): {named}")
     return {
         position: _break(
-            story, found, injected.get(position, []), (begun[position][1], starts[position], ends[position])
+            story,
+            found,
+            injected.get(position, []),
+            (begun[position][1], starts[position], ends[position]),
+            wrapped=session.opened.wrapped,
         )
         for position, found in noticed.items()
         if position < len(starts)
@@ -279,6 +283,8 @@ def _break(
     found: list[tuple[int, Record, FaultNoticed]],
     injected: list[tuple[int, FaultInjected]],
     roster: tuple[GenerationStarted, int, int],
+    *,
+    wrapped: bool,
 ) -> Break:
     members, start, end = roster
     noticed = min(max(found[0][0], start), end)
@@ -286,7 +292,8 @@ def _break(
     marks = [to_ns(e.last_mark_s) + story.axis.offsets[r.stamp.boot_id] for _, r, e in found if e.last_mark_s]
     instant = min(before) if before else (marks[0] if marks else noticed)
     pids = {pid for _, _, pid, _ in members.members}
-    deaths = [p.ended for p in story.processes if p.pid in pids and p.ended is not None and not p.expected]
+    gone = [p for p in story.processes if p.pid in pids and not p.expected and (wrapped or p.status != 0)]
+    deaths = [p.ended for p in gone if p.ended is not None]
     instant = min(
         [instant, *(at for at in deaths if start <= at <= noticed)]
     )  # a dead rank's time is detection at least

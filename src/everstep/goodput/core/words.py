@@ -1,9 +1,10 @@
 """How figures are put to people: the same in the terminal, on the page and in the line of a fault."""
 
+from everstep.goodput.core.figures import Figures
 from everstep.goodput.core.recoveries import Recovery
 
 NONE = "–"
-TAKEN_BY = {"kept": "same process", "spare": "a spare", "started": "a new process"}
+TAKEN_BY = {"kept": "same process", "spare": "a spare", "started": "a new process", "shrunk": "nobody"}
 MINUTE_S = 60
 MS_BELOW_S = 1.0
 FINE_BELOW_S = 10.0
@@ -40,6 +41,13 @@ def size(value: float) -> str:
 def count(number: int, noun: str) -> str:
     """1 step, 2 steps."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def not_kept(figures: Figures) -> str:
+    """3 steps done and not kept; unknown of a script without the library."""
+    if figures.steps is None:
+        return "unknown: the script does not use the library"
+    return count(figures.executions - figures.steps, "step") + " done and not kept"
 
 
 def taken_by(recovery: Recovery) -> str:

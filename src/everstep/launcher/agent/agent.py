@@ -5,10 +5,10 @@ Rule 2: one thread, nothing blocks; whatever waits is a timer or a descriptor of
 Rule 3: features ride along as companions, known by their prefix alone.
 """
 
-import os
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,24 @@ from everstep.events import Notice, RunEnded
 from everstep.launcher.agent import ledger
 from everstep.launcher.agent.crew import Crew
 from everstep.launcher.agent.ending import Ending
+from everstep.launcher.agent.examine import Examiner
+from everstep.launcher.agent.frozen import EXIT_S, Unwatched
+from everstep.launcher.agent.hearing import NODE, Hearing
 from everstep.launcher.agent.host import AgentHost
-from everstep.launcher.agent.loop import Loop
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.stores import Stores
 from everstep.launcher.agent.watch import INTERVAL_S, Watch
-from everstep.launcher.agent.worker import Worker, well_formed
+from everstep.launcher.agent.worker import Worker
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.core import limits
+from everstep.process.loop import Loop
 from everstep.recovery.api import Companion
-from everstep.recovery.core import words, world
+from everstep.recovery.core import policy, words, world
 from everstep.telemetry import Telemetry
 
-NODE = "node-0"
 MOST_LOST_SPARES = 8
+RETURN_S = 60.0
+"""From the news that all have completed to the end of a wrapped call, which waits for nothing but a clean-up then."""
 
 
 class Agent:
@@ -50,10 +54,13 @@ class Agent:
         self.run_dir = run_dir
         self.clock: Clock = loop.clock
         log_root = Path(config.log_dir) if config.log_dir else run_dir / "logs"
-        self.crew = Crew(config, nursery, log_root, self._heard, self._gone, self.clock)
+        self.hearing = Hearing(self)
+        self.crew = Crew(config, nursery, log_root, self.hearing.heard, self._gone, self.clock)
         self.host = AgentHost(self, companions)
+        self.examiner = Examiner(loop)
         self.watch = Watch(limits.Own(config.soft_timeout_s, config.hard_timeout_s, config.first_timeout_s))
-        self.world = world.begin(NODE, words.Policy(world_size=config.nproc, max_restarts=config.max_restarts))
+        self.world = world.begin(NODE, config.policy)
+        self.unwatched = Unwatched(config.hard_timeout_s or EXIT_S)
         self.roster: words.Roster | None = None
         self.ending: Ending | None = None
         self.stores = Stores(loop, nursery, config.master_port or 0, self._store_ready, self._store_failed)
@@ -61,6 +68,7 @@ class Agent:
         self._lost_spares = 0
         self._publishing: words.Roster | None = None  # waits for a store
         self._draining: int | None = None
+        self._probed_s = 0.0  # when those that have completed were asked whether they hear
         self._due: float | None = None
         self._inbox: deque[words.Event] = deque()
         self._orders: dict[type, Callable[[Any], None]] = {
@@ -115,6 +123,8 @@ class Agent:
         if self.ending is None:
             self.nursery.patrol({w.process.pid for w in self.crew if w.begun})
             self._look(now)
+            for worker, text in self.unwatched.look(self.world.phase, self.crew, now):
+                self.tell(words.Wedged(worker.incarnation, text, self.crew.step()))
         self.host.tick(now)
         self.crew.show()
         self.loop.later(INTERVAL_S, self._tick)
@@ -122,105 +132,63 @@ class Agent:
     def _look(self, now: float) -> None:
         if self.world.phase is not world.Phase.RUNNING or not self.config.wrapped:
             return
+        if self.examiner.busy:
+            return
         watched = {r: w for r, w in self.crew.ranks.items() if not w.done and w.last is None}
-        for verdict in self.watch.look(watched, now):
-            worker = watched[verdict.rank]
-            if verdict.action == "kill" or not worker.attached:  # no function is on its stack that could be left
-                worker.stack = verdict.reason
-                self.tell(words.Wedged(worker.incarnation, verdict.reason, self.crew.step()))
-            else:
-                self._fault(worker, "stall", "page", f"{verdict.reason}\n{worker.stack}".rstrip())
+        verdicts = self.watch.look(watched, now)
+        for event in self.watch.news():
+            self.telemetry.emit(event)
+        for rank, worker in watched.items():
+            (self.examiner.near if rank in self.watch.near else self.examiner.far)(worker)
+        for verdict in verdicts:
+            self.examiner.conclude(watched[verdict.rank], verdict, self._condemned)
 
-    def _fault(self, worker: Worker, kind: str, noticed_by: str, text: str, generation: int | None = None) -> None:
+    def _condemned(self, worker: Worker, verdict: limits.Verdict, evidence: str) -> None:
+        """A rank hangs, and this is where it stands."""
+        if self.ending is not None or worker.last is not None:  # meanwhile it has died, which says more
+            return
+        text = f"{verdict.reason}\n{evidence}".rstrip()
+        if verdict.action == "kill" or not worker.attached:  # no function is on its stack that could be left
+            self.tell(words.Wedged(worker.incarnation, text, self.crew.step()))
+        else:
+            self.fault(worker, "stall", "page", text)
+
+    def fault(
+        self,
+        worker: Worker,
+        kind: str,
+        noticed_by: str,
+        text: str,
+        generation: int | None = None,
+        *,
+        victim: bool = False,
+    ) -> None:
+        """A worker's function is at fault, in the present generation unless another is named."""
         if generation is None:
             generation = self.roster.generation if self.roster is not None else 0
         fault = words.Fault(
             generation=generation, kind=kind, noticed_by=noticed_by, incarnation=worker.incarnation, rank=worker.rank,
-            step=self.crew.step(), text=text,
+            step=self.crew.step(), text=text, victim=victim,
         )  # fmt: skip
         self.tell(words.Faulted(fault))
-
-    # -- what workers say ----------------------------------------------------------------------------------------
-
-    def _heard(self, worker: Worker, kind: str, message: Mapping[str, Any], fds: Sequence[int]) -> None:
-        prefix, _, verb = kind.partition(".")
-        if prefix != "world":
-            self.host.message(worker, prefix, message, fds)
-            return
-        for fd in fds:
-            os.close(fd)
-        if well_formed(verb, message):
-            getattr(self, f"_on_{verb}")(worker, message)
-        else:
-            self.notice(
-                f"{worker.process.name} said {kind!r} in a form that is unknown here; it is not heard", "warning"
-            )
-
-    def _on_hello(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        del message
-        self.tell(words.Announced(worker.incarnation, worker.facts(NODE, fresh=True)))
-
-    def _on_left(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        """It is on its way out; its death says the rest."""
-
-    def _on_attached(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        del message
-        worker.attached = True
-        worker.lasting = frozenset(self.nursery.strays_of(worker.process))
-
-    def _on_fault(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        self.stores.suspect(message["text"])
-        self._fault(worker, message["fault"], "worker", message["text"], message["generation"])
-
-    def _on_arrived(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        worker.done = False
-        facts = worker.facts(NODE, fresh=False, dirt=tuple(message["dirt"]))
-        self.tell(words.Arrived(message["generation"], worker.incarnation, facts))
-
-    def _on_completed(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        worker.done = True
-        self.tell(words.Completed(message["generation"], worker.incarnation))
-
-    def _on_heard(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        """An answer to a probe: it hears us, and this is where it stands."""
-        worker.probe_sent, worker.waiting, worker.stack = None, bool(message["waiting"]), str(message["stack"])
-
-    def _on_replace(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        """The worker itself says that it is not fit to go on (a swallowed interrupt, a thread that will not end)."""
-        self.tell(words.Wedged(worker.incarnation, str(message["text"]), self.crew.step()))
-
-    def _on_asked(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        """The wrapped function itself asked for the end."""
-        text = f"rank {worker.rank}: {message['text']}, code {message['code']}"
-        self.tell(words.EndRequested(int(ExitCode.FAILED), text))
-
-    def _on_refused(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        """What the script asked for cannot be done here; a restart would meet the same."""
-        self.tell(words.EndRequested(int(message["code"]), f"rank {worker.rank}: {message['text']}"))
-
-    def _on_script_failed(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        """Its traceback stands on the console; a script that cannot even begin is not begun again."""
-        hopeless = message["hopeless"] and worker.attempt == 0
-        self._fault(worker, "script" if hopeless else "exception", "worker", str(message["text"]))
 
     def _gone(self, worker: Worker, status: int) -> None:
         if worker.begun and not worker.attached and status == 0 and self.roster is not None:
             worker.done = True
             self._flag_early_exit(worker)
             self.tell(words.Completed(self.roster.generation, worker.incarnation))
-        stage = self.world.stage_of(worker.incarnation)
-        self.tell(words.Died(worker.incarnation, status, stage, self.crew.step()))
+        unasked = worker.process.unasked and status != 0 and not worker.raised
+        self.tell(self.world.death_of(worker.incarnation, status, self.crew.step(), unasked=unasked))
         if self.ending is not None:
             self.ending.look()
+        elif not worker.begun and self.world.phase is world.Phase.RUNNING:
+            self._replenish(expected=worker.process.expected_end)
 
     def _flag_early_exit(self, worker: Worker) -> None:
         others = [w for w in self.crew.ranks.values() if w is not worker and not w.done]
         if others and self.config.wrapped:
             text = f"rank {worker.rank} has ended with 0 before it came to a wrapped call, while others run"
             self.notice(text, "warning")
-
-        elif not worker.begun and self.world.phase is world.Phase.RUNNING:
-            self._replenish(expected=worker.process.expected_end)
 
     def _replenish(self, *, expected: bool) -> None:
         """A spare has died: make another, unless they die as fast as they are made."""
@@ -232,19 +200,25 @@ class Agent:
             self.crew.keep_warm(self.config.spares)
 
     def _spawn(self, count: int) -> None:
-        """Processes are wanted: without them there is no next generation."""
-        if self.nursery.barren_for:
+        """Processes are wanted in the place of lost ones, and without them there may be no next generation."""
+        if not self.nursery.barren_for:
+            self.crew.spawn(count)
+        elif self.world.wanting:
             text = f"{count} fresh processes are wanted, and this node cannot start any: {self.nursery.barren_for}"
-            self._end(words.End(int(ExitCode.BAD_NODE), text))
-            return
-        self.crew.spawn(count)
+            story = f" Before it, {policy.told(self.world.causes[-1:])}." if self.world.causes else ""
+            self._end(words.End(int(ExitCode.BAD_NODE), text + story))
+        else:  # the others go on: nobody is awaited
+            self.world = replace(self.world, policy=replace(self.world.policy, replace_deadline_s=0.0))
+            self.tell(words.Ticked())
 
     def _barren(self, why: str) -> None:
         """No process can be started here any more: the job goes on for as long as it needs none."""
+        least = self.world.policy.min_world_size
+        shrinks = "" if least is None else f" that leaves fewer than {least} ranks"
         text = f"this node can start no more processes: {why} Training goes on; the next fault that needs a new process"
-        self.notice(f"{text} ends the job with exit code 75", "error")
-        if self.world.phase in (world.Phase.GATHERING, world.Phase.PUBLISHING) and self.world.wanting:
-            self._spawn(self.world.wanting)
+        self.notice(f"{text}{shrinks} ends the job with exit code 75", "error")
+        if self.world.phase in (world.Phase.GATHERING, world.Phase.PUBLISHING) and self.world.vacant:
+            self._spawn(self.world.vacant)
 
     # -- generations ---------------------------------------------------------------------------------------------
 
@@ -255,8 +229,7 @@ class Agent:
         if self.config.wrapped:
             worker.process.send({"kind": "world.stop", "generation": command.generation})
         else:  # it would not hear us: all workers of an unwrapped script begin anew
-            worker.process.expected_end = True
-            worker.process.kill()
+            worker.process.end()
 
     def _kill(self, command: words.Kill) -> None:
         worker = self.crew.who(command.incarnation)
@@ -288,6 +261,7 @@ class Agent:
             self._end_daemons()
         self.roster = roster
         self._tell_ranks(roster, self.stores.address)
+        self.stores.forget(roster.epoch, roster.generation)
         self._lost_spares = 0
         if not self.nursery.barren_for:
             self.crew.keep_warm(self.config.spares)
@@ -298,11 +272,13 @@ class Agent:
         for rank, worker in self.crew.ranks.items():
             assigned = {
                 "generation": roster.generation, "epoch": roster.epoch, "rank": rank, "world_size": roster.world_size,
-                "store": list(store), "wrapped": self.config.wrapped, "companions": told.get(rank, {}),
+                "local": [rank, roster.world_size], "store": list(store), "wrapped": self.config.wrapped,
+                "companions": told.get(rank, {}),
             }  # fmt: skip
             if rank in newcomers:
                 self.crew.begin(worker, assigned, store, roster.generation)
             else:
+                worker.page.enter(roster.generation, self.clock.now())  # it is watched from here on, heard of or not
                 worker.process.send({"kind": "world.assigned", **assigned})
         self.host.release()
         self.telemetry.emit(ledger.generation(roster, told))
@@ -315,20 +291,46 @@ class Agent:
         self.nursery.end_daemons({w.process.number: w.lasting for w in self.crew if w.attached})
 
     def recheck(self) -> None:
-        """Go on from draining when nothing intended is outstanding."""
-        if self._draining is not None and self.host.drained(completed=True):
+        """Go on from draining when nothing intended is outstanding, and all members are known to hear us."""
+        if self.ending is not None:
+            self.ending.look()
+            return
+        if self._draining is None or not self.host.drained(completed=True):
+            return
+        if all((w.heard_s or 0.0) >= self._probed_s for w in self._hearers()):
             generation, self._draining = self._draining, None
             self.tell(words.Drained(generation))
 
     def _drain(self, command: words.Drain) -> None:
-        self._draining = command.generation
+        """All have completed. One that has died over it, or cannot hear, is found now: later nobody may take its place.
+
+        Who does not answer is found by `unwatched`, as everybody who waits for others.
+        """
+        self._draining, self._probed_s = command.generation, self.clock.now()
+        self.nursery.reap()
+        for worker in self._hearers():
+            worker.process.send({"kind": "world.probe"})
         self.recheck()
+
+    def _hearers(self) -> list[Worker]:
+        """Members whose line to us is open: a script without the wrapper, and who is dead, hears nothing."""
+        lines = ((w, w.process.line) for w in self.crew.ranks.values() if w.attached and w.last is None)
+        return [worker for worker, line in lines if line is not None and not line.ended]
 
     def _finish(self, generation: int) -> None:
         for worker in self.crew.ranks.values():
             worker.process.expected_end = True
             worker.process.send({"kind": "world.finish", "generation": generation})
         self.crew.let_spares_go()
+        limit_s = max(self.config.hard_timeout_s or RETURN_S, self.world.policy.stop_deadline_s)
+        self.loop.later(limit_s, lambda: self._see_them_return(limit_s))
+
+    def _see_them_return(self, limit_s: float) -> None:
+        """Only what is ours lies between the news of the end and the end of the call."""
+        for worker in self._hearers():
+            if not worker.left:
+                text = f"its call has not returned {limit_s:g} s after all had completed"
+                self.tell(words.Wedged(worker.incarnation, text, self.crew.step()))
 
     # -- store ---------------------------------------------------------------------------------------------------
 
@@ -362,16 +364,24 @@ class Agent:
 
     def _end(self, command: words.End) -> None:
         if self.ending is None:
-            self.ending = Ending(command, self.loop, self.nursery, self.crew, self.config.grace_s, self.notice)
+            self.ending = Ending(
+                command, self.loop, self.nursery, self.crew, self.config.grace_s, self.notice,
+                lambda: self.host.drained(completed=False),
+            )  # fmt: skip
             self.ending.begin()
+            if command.code != 0:
+                self.telemetry.emit(Notice(text=command.reason, level="error", closing=True))
 
     def _close(self) -> int:
         assert self.ending is not None
         code, reason = self.ending.code, self.ending.reason
-        for text in self.host.problems():
-            self.notice(text, "error")
+        problems = self.host.problems()
+        if problems:  # most were told when they came: the last words are one line
+            more = f" (and {len(problems) - 1} more, told before)" if len(problems) > 1 else ""
+            text = problems[-1] + more
             if code == 0:
                 code, reason = int(ExitCode.FAILED), text
+            self.telemetry.emit(Notice(text=text, level="error", closing=True))
         self.host.close()
         self.telemetry.emit(RunEnded(code=code, reason=reason))
         return code

@@ -43,6 +43,7 @@ class Crew:
         self._umask = os.umask(0)
         os.umask(self._umask)
         self.ranks: dict[int, Worker] = {}  # of the present roster; the dead stay until the next one
+        self.world_size = config.nproc  # of the present roster
 
     def __iter__(self) -> Iterator[Worker]:
         """All that live or are being born."""
@@ -95,7 +96,7 @@ class Crew:
 
     def seat(self, roster: words.Roster) -> set[int]:
         """Give ranks to the members that live here; return the ranks whose holder has yet to begin the script."""
-        self.ranks = {}
+        self.ranks, self.world_size = {}, roster.world_size
         newcomers: set[int] = set()
         for member in roster.members:
             worker = self.who(member.incarnation)
@@ -103,8 +104,8 @@ class Crew:
                 continue
             worker.rank = worker.slot = worker.process.slot = worker.process.rank = member.rank
             self.ranks[member.rank] = worker
+            worker.process.name = f"worker-{member.rank}"
             if not worker.begun:
-                worker.process.name = f"worker-{member.rank}"
                 newcomers.add(member.rank)
         return newcomers
 
@@ -117,7 +118,7 @@ class Crew:
             worker.page.enter(attempt, self._clock.now())
         logs = worker.logs = self._plan_logs(attempt, worker.rank)
         environment = workers.environment_of(
-            self._nursery.environment, config, worker.rank, attempt, store, logs.error_file
+            self._nursery.environment, config, worker.rank, self.world_size, attempt, store, logs.error_file
         ) | mark.words(self._nursery.job, worker.process.number)
         shown = (logs.stdout if logs.tee_stdout else "", logs.stderr if logs.tee_stderr else "")
         self._tails += tails_of(config.role, worker.rank, *shown)
@@ -138,7 +139,7 @@ class Crew:
     def step(self) -> int | None:
         """The last step done on all ranks, by their pages; None before the first."""
         steps = [w.look().step for w in self.ranks.values() if w.attached]
-        return min(steps) if len(steps) == self._config.nproc and min(steps) > 0 else None
+        return min(steps) if len(steps) == self.world_size and min(steps) > 0 else None
 
     def forget_births(self) -> None:
         """Whoever has not been born by now will not be."""

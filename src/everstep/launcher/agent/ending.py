@@ -1,11 +1,14 @@
-"""How a job ends on its node: everybody is asked or killed, and nobody is waited for beyond a limit."""
+"""How a job ends on its node: everybody is asked or killed, and nobody is waited for beyond a limit.
+
+What companions still have outstanding (a checkpoint that is being written) is waited for too, within the grace time.
+"""
 
 from collections.abc import Callable
 
 from everstep.errors import ExitCode
 from everstep.launcher.agent.crew import Crew
-from everstep.launcher.agent.loop import Loop
 from everstep.launcher.agent.nursery import Nursery
+from everstep.process.loop import Loop
 from everstep.recovery.core import words
 
 UNKILLABLE_S = 5.0
@@ -25,10 +28,11 @@ class Ending:
         crew: Crew,
         grace_s: float,
         notice: Callable[[str, str], None],
+        drained: Callable[[], bool],
     ) -> None:
         self.code, self.reason = command.code, command.reason
         self._loop, self._nursery, self._crew = loop, nursery, crew
-        self._grace_s, self._notice = grace_s, notice
+        self._grace_s, self._notice, self._drained = grace_s, notice, drained
         self._began_s = loop.clock.now()
 
     def begin(self) -> None:
@@ -39,8 +43,6 @@ class Ending:
             worker.process.expected_end = True
             if not worker.begun or self.code < ExitCode.SIGNALLED:
                 worker.process.kill()
-        if self.code != 0:
-            self._notice(self.reason, "error")
         self._loop.later(self._grace_s, self._kill_all)
         self.look()
 
@@ -48,7 +50,9 @@ class Ending:
         """Another signal: whoever sends it does not want to wait."""
         if self._loop.clock.now() - self._began_s > AGAIN_S:
             self._notice(f"{name} again: everything is killed", "error")
+            self._drained = lambda: True
             self._kill_all()
+            self.look()
 
     def _kill_all(self) -> None:
         for worker in self._crew:
@@ -56,6 +60,6 @@ class Ending:
         self._loop.later(UNKILLABLE_S, self._loop.stop)
 
     def look(self) -> None:
-        """It is over when no worker is left."""
-        if not list(self._crew):
+        """It is over when no worker is left, and nothing is outstanding."""
+        if not list(self._crew) and self._drained():
             self._loop.stop()

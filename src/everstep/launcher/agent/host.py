@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from everstep.clock import Clock
 from everstep.events import Event, Notice
 from everstep.launcher.agent.crew import Crew
-from everstep.launcher.agent.loop import Loop
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.config import LaunchConfig
+from everstep.process.loop import Loop
 from everstep.recovery.api import Child, Companion, Message
 from everstep.recovery.core import words
 from everstep.telemetry import Telemetry
@@ -42,7 +42,7 @@ class AgentHost:
         self._closed = False
         self._holding: list[tuple[int, Message, list[int]]] | None = None
         self.clock: Clock = agent.loop.clock
-        self.world_size: int = agent.config.nproc
+        self.world_size: int = agent.config.nproc  # of the present roster
         self.run_dir: str = str(agent.run_dir)
 
     # what companions call
@@ -114,6 +114,7 @@ class AgentHost:
 
     def roster(self, roster: words.Roster) -> dict[int, dict[str, Message]]:
         """Collect what each rank shall be told; what is sent meanwhile waits for `release`."""
+        self.world_size = roster.world_size
         self._holding = []
         told: dict[int, dict[str, Message]] = {m.rank: {} for m in roster.members}
         for prefix, companion in self._companions.items():
@@ -154,7 +155,12 @@ class OwnHost:
 
     def __init__(self, host: AgentHost, companion: Companion) -> None:
         self._host, self._owner = host, companion
-        self.clock, self.world_size, self.run_dir = host.clock, host.world_size, host.run_dir
+        self.clock, self.run_dir = host.clock, host.run_dir
+
+    @property
+    def world_size(self) -> int:
+        """See `recovery.api.Host.world_size`."""
+        return self._host.world_size
 
     def send(self, rank: int, message: Message, fds: Sequence[int] = ()) -> None:
         """See `recovery.api.Host.send`."""

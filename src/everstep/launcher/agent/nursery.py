@@ -3,7 +3,7 @@
 Rule 1: a process is known by incarnation from the instant it exists: its pidfd is open before it runs a line (Z3).
 Rule 2: the agent alone reaps; adopted strays are reaped without a word.
 Rule 3: with a process go its session and all that carries its mark: what it left behind on this node is killed (LA-06).
-Rule 4: helpers, spares and the zygote are never stopped for good: one that is, is killed, and so replaced.
+Rule 4: helpers, spares and the zygote are never stopped for good: one that stays so is killed, and so replaced.
 Rule 5: an order stands until its child is there: a zygote that dies over it, or cannot fork, is asked again. Where no
         child can come any more, each order ends as a process that could not run (`UNBORN`), and `barren` says why.
 """
@@ -15,12 +15,13 @@ from typing import Any
 
 from everstep import environ
 from everstep.events import Notice, ProcessEnded, ProcessStarted
-from everstep.launcher.agent.line import Line
-from everstep.launcher.agent.loop import Loop
+from everstep.launcher.agent.frozen import HELPER_LOOKS, Stopped
 from everstep.launcher.agent.process import OnExit, OnMessage, Process
 from everstep.launcher.agent.zygotes import Zygotes
 from everstep.process import kernel, mark
+from everstep.process.loop import Loop
 from everstep.recovery.core.words import Incarnation
+from everstep.recovery.line import Line
 from everstep.recovery.link import Link
 from everstep.telemetry import Telemetry, boot_id
 
@@ -60,6 +61,7 @@ class Nursery:
         self.processes: dict[int, Process] = {}
         self.environment: dict[str, str] = {}
         self.zygotes = Zygotes(loop, self, self.reap, os.getpid())
+        self._stopped = Stopped(HELPER_LOOKS)
         self.barren_for = ""
         self.on_barren: Callable[[str], None] = lambda _: None
 
@@ -168,7 +170,9 @@ class Nursery:
 
     def _give_up(self) -> None:
         for number in list(self._orders):
-            order = self._orders.pop(number)
+            order = self._orders.pop(number, None)
+            if order is None:  # what an earlier one's end set off has come here too
+                continue
             order.close()
             order.process.forget()
             order.process.on_exit(order.process, UNBORN)
@@ -235,10 +239,8 @@ class Nursery:
 
     def patrol(self, watched: Container[int]) -> None:
         """Kill what is stopped and not watched by others: a dead helper is replaced, a stopped one waited for."""
-        for pid in [self.zygotes.pid, *self.processes]:
-            stat = kernel.status(pid) if pid and pid not in watched else None
-            if stat is not None and stat.state == "T":
-                kernel.kill(pid)
+        for pid in self._stopped.look(pid for pid in (self.zygotes.pid, *self.processes) if pid not in watched):
+            kernel.kill(pid)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.launcher.agent.line import Line
 from everstep.process import kernel
 from everstep.recovery.core.words import Incarnation
+from everstep.recovery.line import Line
 
 OnMessage = Callable[["Process", dict[str, Any], list[int]], None]
 OnExit = Callable[["Process", int], None]
@@ -29,6 +29,7 @@ class Process:
     pidfd: int = -1
     expected_end: bool = False
     killed: bool = False
+    unasked: bool = False  # it was ending by itself when we came to end it
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     _early: list[tuple[Mapping[str, Any], list[int]]] = field(default_factory=list[tuple[Mapping[str, Any], list[int]]])
 
@@ -54,6 +55,17 @@ class Process:
         self.killed = True
         if self.pid:
             kernel.kill(self.pid)
+
+    def end(self) -> None:
+        """SIGKILL to make room; where it was ending already, its end stays its own.
+
+        The kernel closes a dying process's sockets before its parent can reap it: a peer may tell of the broken
+        connection first.
+        """
+        known = kernel.status(self.pid) if self.pid else None
+        self.unasked = known is not None and known.ending
+        self.expected_end = not self.unasked
+        self.kill()
 
     def signal(self, number: int) -> None:
         """Send a signal to the process alone."""

@@ -6,17 +6,19 @@ Rule 2: one that does not serve within START_S, or whose clients complain, is ki
 Rule 3: MOST_FALSE_STARTS in a row that end before they serve, and the job has no store: `failed`, once.
 """
 
+import re
 from collections.abc import Callable
 
 from everstep.errors import ExitCode
-from everstep.launcher.agent.loop import Loop
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.process import Process
+from everstep.process.loop import Loop
 
 ENTRY = "everstep.store.host:main"
 MOST_FALSE_STARTS = 3
 START_S = 30.0
 COMPLAINTS = ("StoreTimeout", "StoreError")
+_ADDRESS = re.compile(r"store ([^\s:]+:\d+)")
 
 
 class Stores:
@@ -48,10 +50,25 @@ class Stores:
             self._process.expected_end = True
             self._process.kill()
 
+    def forget(self, epoch: int, generation: int) -> None:
+        """This generation has begun: what stands there for earlier ones is void (see `store.keys`)."""
+        if self._process is not None and self.address is not None:
+            self._process.send({"kind": "store.forget", "epoch": epoch, "generation": generation})
+
     def suspect(self, complaint: str) -> None:
-        """A worker's fault may be the store's."""
-        if self._process is not None and complaint.startswith(COMPLAINTS):
-            self._process.kill()
+        """A worker's fault may be the store's; not this one's, where the complaint names the address of another.
+
+        Nobody is told of it any more: a rank that met on a store about to end would be at fault again.
+        """
+        if self._process is None or self.address is None or not complaint.startswith(COMPLAINTS):
+            return
+        named = _ADDRESS.search(complaint)
+        if named is not None and named[1] != f"{self.address[0]}:{self.address[1]}":
+            return
+        self._nursery.notice("the store does not serve; the next generation gets a new one")
+        self.address = None
+        self._process.expected_end = True
+        self._process.kill()
 
     def _too_late(self, process: Process) -> None:
         """It has a process, and does not serve. Its birth is the nursery's care."""

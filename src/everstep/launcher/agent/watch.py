@@ -3,22 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from everstep.events import Event, LimitLearned, Notice
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.core import limits
+from everstep.launcher.core.memory import Glance, Memory
 from everstep.process import kernel
-from everstep.process.page import Phase, Reading
+from everstep.process.page import Phase
 
 INTERVAL_S = 0.2
-_PHASES = {
-    Phase.NONE: "none",
-    Phase.FIRST: "first",
-    Phase.STEP: "step",
-    Phase.DECLARED: "declared",
-    Phase.PAUSED: "paused",
-    Phase.WAITING: "waiting",
-}
-_JUMP_S = 5.0
-"""A gap in our own ticks: the machine slept, or we starved. Suspicions of that time are void (H5)."""
+_WORTH_TELLING = 1.25
+"""A learned limit is told again when it has changed by this factor."""
+_TIGHT = 0.5
+"""A step that took more than this share of the operator's own limit is worth a warning."""
 
 
 @dataclass
@@ -26,58 +22,102 @@ class Watch:
     """The agent's eyes."""
 
     own: limits.Own
-    learned: limits.Learned = field(default_factory=limits.Learned)
-    _last: dict[int, Reading] = field(default_factory=dict[int, Reading])
-    _looked_s: float = 0.0
+    memory: Memory = field(default_factory=Memory)
+    near: frozenset[int] = frozenset()
+    """The ranks that the last look found near their limits."""
+    _news: list[Event] = field(default_factory=list[Event])
+    _told_s: float = 0.0
+    _warned_s: float = 0.0
+    _places: dict[str, float] = field(default_factory=dict[str, float])
 
     def look(self, workers: Mapping[int, Worker], now: float) -> tuple[limits.Verdict, ...]:
         """One look at every rank of the running generation; returns whom to interrupt or kill. Asks by itself."""
-        gap, self._looked_s = now - self._looked_s, now
-        views = [self._view(rank, worker, now) for rank, worker in sorted(workers.items())]
-        if gap > _JUMP_S:
-            for worker in workers.values():
-                worker.page.mark(now)
-            return ()
-        steps = [v.step for v in views]
-        if steps:
-            self.learned = self.learned.passed(min(steps))
-        verdicts = limits.judge(views, self.learned, self.own)
+        self.memory = self.memory.look([_glance(rank, worker) for rank, worker in sorted(workers.items())], now)
+        for rank, track in self.memory.tracks.items():
+            if track.void:
+                workers[rank].probe_sent = workers[rank].heard_s = None
+        views = {view.rank: view for view in self.memory.views(now)}
+        verdicts = limits.judge(tuple(views.values()), self.memory.learned, self.own)
+        self.near = frozenset(r for r, view in views.items() if limits.near(view, self.memory.learned, self.own))
         for verdict in verdicts:
             worker = workers[verdict.rank]
             if verdict.action != "probe":
-                self.learned = self.learned.hung(worker.look().step)
+                self._raise(views[verdict.rank])
             elif worker.probe_sent is None:  # once
                 worker.probe_sent = now
                 worker.process.send({"kind": "world.probe"})
+        self._tell()
         return tuple(verdict for verdict in verdicts if verdict.action != "probe")
 
-    def _view(self, rank: int, worker: Worker, now: float) -> limits.View:
-        page = worker.look()
-        self._learn(rank, page)
-        stat = kernel.status(worker.process.pid)
-        cpu = stat.cpu_s if stat is not None else 0.0
-        if worker.cpu_at_mark[0] != page.mark_s:
-            worker.cpu_at_mark = (page.mark_s, cpu)
-            worker.probe_sent = worker.waiting = None
-        silent = max(0.0, now - page.mark_s)
-        return limits.View(
-            rank=rank,
-            step=page.step,
-            silent_s=silent,
-            phase=_PHASES.get(page.phase, "none"),
-            limit_s=page.limit_s,
-            steps_here=page.step - page.from_step,
-            state=stat.state if stat is not None else "Z",
-            cpu_share=(cpu - worker.cpu_at_mark[1]) / max(silent, 0.1),
-            probe_age_s=None if worker.probe_sent is None else now - worker.probe_sent,
-            waiting=worker.waiting,
-            name=page.name,
-        )
+    def news(self) -> tuple[Event, ...]:
+        """What the ledger should know since this was last asked: limits, and what they were learned from."""
+        news, self._news = tuple(self._news), []
+        return news
 
-    def _learn(self, rank: int, page: Reading) -> None:
-        last = self._last.get(rank)
-        self._last[rank] = page
-        if last is None or last.generation != page.generation or last.mark_s == page.mark_s:
+    def _raise(self, view: limits.View) -> None:
+        """An alarm is raised: from here on its place has more time."""
+        before = limits.limit_of(view, self.memory.learned, self.own).limit_s
+        self.memory = self.memory.alarmed(view, before)
+        after = limits.limit_of(view, self.memory.learned, self.own).limit_s
+        if after > before:
+            where = view.place or f"the step after {view.step}"
+            text = f"{where}: the limit is raised from {before:g} s to {after:g} s, lest what is only slow ends a job"
+            self._learned(text, place=view.place, place_s=after)
+
+    def _tell(self) -> None:
+        """Say what was learned, when it is first known and when it has changed."""
+        learned, own = self.memory.learned, self.own
+        for place, known in learned.places.items():
+            if known.worst_s > _WORTH_TELLING * self._places.get(place, 0.0):
+                self._places[place] = known.worst_s
+                limit = limits.PLACE_MULTIPLE * known.worst_s
+                text = f"{place or 'an unknown place'}: a silence of {known.worst_s:.1f} s has ended by itself"
+                self._learned(text, place=place, place_s=limit)
+        if learned.steps < limits.LEARN_STEPS:
             return
-        if last.phase in (Phase.STEP, Phase.FIRST) and page.phase not in (Phase.WAITING, Phase.NONE):
-            self.learned = self.learned.gap(page.mark_s - last.mark_s, first=last.phase == Phase.FIRST)
+        idle_s = limits.idle_limit(learned)
+        if not self._told_s or not 1 / _WORTH_TELLING < idle_s / self._told_s < _WORTH_TELLING:
+            self._told_s = idle_s
+            self._learned(f"learned from {learned.steps} steps: nine of ten took {learned.typical_s:.3f} s at most")
+        if own.soft_s is not None and learned.longest_s > _TIGHT * own.soft_s and not self._warned_s:
+            self._warned_s = learned.longest_s
+            text = f"--soft-timeout {own.soft_s:g}: the longest step so far took {learned.longest_s:.1f} s; "
+            self._news.append(
+                Notice(text=f"{text}one that takes longer than the limit is interrupted", level="warning")
+            )
+
+    def _learned(self, text: str, place: str = "", place_s: float = 0.0) -> None:
+        learned = self.memory.learned
+        event = LimitLearned(
+            text=text, idle_s=self.own.soft_s or limits.idle_limit(learned), step_s=learned.typical_s,
+            longest_s=learned.longest_s, steps=learned.steps, place=place, place_s=place_s,
+        )  # fmt: skip
+        self._news.append(event)
+
+
+def _glance(rank: int, worker: Worker) -> Glance:
+    page = worker.look()
+    stat = kernel.status(worker.process.pid)
+    return Glance(
+        rank=rank,
+        generation=page.generation,
+        step=page.step,
+        from_step=page.from_step,
+        undeclared=page.undeclared,
+        turns=page.turns,
+        turned_s=page.turned_s,
+        places=page.places,
+        phase=Phase.WORDS.get(page.phase, "none"),
+        mark_s=page.mark_s,
+        moved_s=page.moved_s,
+        state="Z" if stat is None else "S" if worker.held and stat.state == "t" else stat.state,
+        cpu_s=stat.cpu_s if stat is not None else 0.0,
+        pinged=page.pinged,
+        limit_s=page.limit_s,
+        name=page.name,
+        asked_s=worker.probe_sent,
+        heard_s=worker.heard_s,
+        waiting=bool(worker.waiting),
+        stack=worker.stack,
+        inside=worker.inside,
+    )

@@ -24,13 +24,18 @@ class Worker:
     rank: int | None = None
     ready: bool = False  # it has said hello: warm, waiting for a rank
     begun: bool = False  # the user's script runs in it
+    raised: bool = False  # its script has ended by an exception, and it has told of it
     attached: bool = False  # it has come to a wrapped call, and hears us
+    left: bool = False  # its wrapped call is over
     done: bool = False  # its function has returned, or its unwrapped script has ended well
     probe_sent: float | None = None
-    waiting: bool | None = None
-    last: Reading | None = None
+    heard_s: float | None = None  # when it answered a probe about its present silence
+    waiting: bool | None = None  # that answer: it waits for others
     stack: str = ""
-    cpu_at_mark: tuple[float, float] = (0.0, 0.0)  # (mark, cpu seconds then)
+    inside: bool = False  # that answer: it stands in the loop that turns
+    held: bool = False  # for a moment, by a debugger of ours: it is not stopped by anybody else
+    dump_signal: int = 0  # makes it write its stacks behind its page; 0: it listens to none
+    last: Reading | None = None
     logs: "Logs | None" = None
     attempt: int = 0
     lasting: frozenset[int] = frozenset()  # daemons that its script had let go of before the wrapped call
@@ -76,12 +81,13 @@ class Logs:
 
 WORDS: Mapping[str, Mapping[str, type]] = {
     "hello": {},
+    "listens": {"signal": int},
     "attached": {},
     "left": {},
     "fault": {"fault": str, "text": str, "generation": int},
     "arrived": {"generation": int, "dirt": list},
     "completed": {"generation": int},
-    "heard": {"waiting": bool, "stack": str},
+    "heard": {"waiting": bool, "stack": str, "inside": bool},
     "replace": {"text": str},
     "refused": {"text": str, "code": int},
     "asked": {"text": str, "code": int},
@@ -94,6 +100,14 @@ def well_formed(verb: str, message: Mapping[str, Any]) -> bool:
     """Tell whether a message is one that a worker may say."""
     return verb in WORDS and all(isinstance(message.get(name), kind) for name, kind in WORDS[verb].items())
 
+
+def positive(value: object) -> float | None:
+    """Return a number that a worker has said, where it is one above 0."""
+    return float(value) if isinstance(value, int | float) and 0 < value < float("inf") else None
+
+
+NO_LIMIT = 2**31 - 1
+"""What a script reads where no number of restarts ends the job; torchrun always gives one."""
 
 PREPARE = "everstep.training:prepare"
 """What makes a worker hear its agent before the script's first line; by name, since it lies a layer above."""
@@ -131,10 +145,16 @@ def plan_logs(config: LaunchConfig, root: Path, attempt: int, local_rank: int) -
 
 
 def environment_of(
-    base: Mapping[str, str], config: LaunchConfig, rank: int, restarts: int, store: tuple[str, int], error_file: str
+    base: Mapping[str, str],
+    config: LaunchConfig,
+    rank: int,
+    world_size: int,
+    restarts: int,
+    store: tuple[str, int],
+    error_file: str,
 ) -> dict[str, str]:
     """The variables that torchrun would set for this rank, over the agent's own."""
-    world = str(config.nproc)
+    world = str(world_size)
     return dict(base) | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -148,7 +168,7 @@ def environment_of(
         "MASTER_ADDR": store[0],
         "MASTER_PORT": str(store[1]),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts if config.max_restarts is not None else 0),
+        "TORCHELASTIC_MAX_RESTARTS": str(NO_LIMIT if config.max_restarts is None else config.max_restarts),
         "TORCHELASTIC_RUN_ID": config.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": error_file,

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from everstep.errors import ConfigurationError, EverstepError
-from everstep.launcher.agent.line import Line
-from everstep.launcher.agent.loop import Loop, Timer
 from everstep.process import kernel, mark
+from everstep.process.loop import Loop, Timer
+from everstep.recovery.line import Line
 from everstep.recovery.link import Link
 
 MOST_DEATHS = 3

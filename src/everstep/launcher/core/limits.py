@@ -1,29 +1,56 @@
 """When silence is a hang: limits learned from the run, evidence asked for before anything hard is done.
 
+A rank gives two signs. A mark: a step is done, `ping` was called, a phase was entered. And its interpreter runs: the
+main thread executes bytecode, whatever it is about. Silent is who gives no mark, still is who does not run either.
+
 Rule 1: a hang is a property of the world (H1): while any rank is in an exempt phase nobody is suspected, except a rank
-        that has outstayed the limit of its own declared phase.
-Rule 2: limits start from the longest gap that was legitimate so far, and only after `LEARN_STEPS` steps of this
-        generation (H3); until then, and without a learned value, the ceiling holds.
-Rule 3: idle silence (no CPU used) is believed sooner than busy silence (H2: slow is not hung).
-Rule 4: hard action needs evidence: a stopped process, or one that does not answer a probe (its interpreter lock is
+        that has outstayed the limit of its own phase. Ranks that wait in a collective are not judged before the one
+        they wait for: its own limit counts.
+Rule 2: stillness has a limit that is learned from the step times (`learned.py`), once `LEARN_STEPS` steps of this
+        generation are done (H3); until then the ceiling holds.
+Rule 3: idle stillness (no CPU used) is believed sooner than busy stillness (H2: slow is not hung). A rank that may wait
+        for others in C++ (it burns CPU: a device's wait spins; it stands in a device's wait, or in a backward) is not
+        judged while another, no further than it, is within its own limit and does not wait.
+Rule 4: who moves without a mark is believed for long: an evaluation looks like that. A rank that has pinged has said
+        that it will ping again: silence alone counts.
+Rule 5: a rank whose stack is in the middle of a save, a compilation or a wait for a batch has the time for that.
+Rule 6: hard action needs evidence: a stopped process, or one that does not answer a probe (its interpreter lock is
         held), or the operator's own limit. All else gets the soft action, which costs one step when it is wrong.
-        Ranks that wait in a collective are not judged before the one they wait for: its own limit counts.
-Rule 5: a step that has hung once gets twice the time in the next generation, until it has passed (H2).
-Rejected: limits as a multiple of the mean (one slow evaluation and it fires), and any limit below `IDLE_FLOOR_S`.
+Rule 7: an alarm raises the limit of its place and of its step tenfold, until that step is passed (H2).
+Rule 8: a function that declares no steps has turns of its loop for steps, as far as they can be seen (ADR 0012). What
+        is learned from them is held against a rank that stands in that loop, or cannot say where it stands. All else,
+        set-up and what follows the loop included, has the time after which NVRx ends a rank, and may run for ever.
+Rule 9: who runs without a mark at a few lines, for longer than a compilation takes, loops for ever; an evaluation is at
+        many.
+Rejected: any limit below `IDLE_FLOOR_S`, and none at all (an endless loop of bytecode would hold a job for ever).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from everstep.launcher.core.learned import LONGEST_S, Learned
 
 LEARN_STEPS = 3
 IDLE_FLOOR_S = 5.0
 BUSY_FLOOR_S = 10.0
 CEILING_S = 60.0  # NVRx's soft timeout: what holds where nothing is learned
-FIRST_CEILING_S = 600.0  # set-up and first step
+UNDECLARED_S = 90.0  # NVRx's hard timeout: a function whose loop is not seen to turn
+POLL_S = 120.0  # its interpreter runs, yet it burns no CPU: it polls, or waits for a batch
+FIRST_CEILING_S = 600.0  # set-up and first step; after the loop; a save, a compilation
+LOOP_S = LONGEST_S  # its interpreter runs and burns CPU
+SPIN_S = 600.0  # the same at few places
+FEW_PLACES = 8
 MULTIPLE = 6.0
-BUSY_SHARE = 0.2  # of one core since the last mark; below it a process is idle
+PLACE_MULTIPLE = 2.0
+MOVES_S = 1.0  # an interpreter that ran within this time runs
+BUSY_SHARE = 0.2  # of one core since the last sign; below it a process is idle
 PROBE_SHARE = 0.5  # of the limit: from here on a rank is asked whether it hears us
 PROBE_PATIENCE_S = 1.5
+NEAR_SHARE = 0.6  # of the limit: from here on evidence is gathered that takes time
+_KIND_S: Mapping[str, float] = {"save": FIRST_CEILING_S, "compile": FIRST_CEILING_S, "batch": POLL_S}
+_WAITS = ("device", "backward")
+_BUSY_STATES = "RD"  # runs or would run; in a disk's or a driver's hands
+_SLOW_PHASES = ("first", "after")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,39 +60,54 @@ class View:
     rank: int
     step: int
     silent_s: float  # since its last mark
-    phase: str  # first | step | declared | paused | waiting | none
+    phase: str  # first | step | after | declared | paused | waiting | none
     limit_s: float  # of a declared phase; 0: none
     steps_here: int  # steps done in this generation
     state: str  # of the process, as in /proc
-    cpu_share: float  # of one core since the last mark
+    cpu_share: float  # of one core: since its last sign where it is still, since its mark where it moves
+    still_s: float = 0.0  # since its last sign of any kind
+    pinged: bool = False  # `ping` was called in this generation
     probe_age_s: float | None = None  # a probe that has not been answered; None: none outstanding
     waiting: bool | None = None  # its stack stands in a collective, and waits for others; None: not known
     name: str = ""  # of a declared phase
+    place: str = ""  # the user's line that it stands at; empty: not known
+    kind: str = ""  # what its stack is in the middle of
+    undeclared: bool = False  # its steps, if any, are turns of a loop; `steps_here` counts only where it stands in it
+    turns: int = 0  # of that loop
+    places: int = 0  # at which it was seen since its mark; 0: not known
+    silent_share: float | None = None  # `cpu_share` since its mark, whether it moves or not; None: the same
 
+    @property
+    def busy(self) -> bool:
+        """It uses a core, or would."""
+        return self.cpu_share >= BUSY_SHARE or self.state in _BUSY_STATES
 
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """What the run has taught."""
+    @property
+    def worked(self) -> bool:
+        """It has used a core in this silence, or would: who has evaluated for minutes may then wait for a moment."""
+        share = self.cpu_share if self.silent_share is None else self.silent_share
+        return share >= BUSY_SHARE or self.state in _BUSY_STATES
 
-    worst_gap_s: float = 0.0  # longest legitimate silence inside steps
-    worst_first_s: float = 0.0  # longest set-up and first step
-    doubled_step: int = -1  # the step at which it last hung
-    doublings: int = 0
+    @property
+    def counted(self) -> bool:
+        """Its step number says how far it is."""
+        return not self.undeclared or self.turns > 0 or self.pinged
 
-    def gap(self, seconds: float, *, first: bool) -> "Learned":
-        """A silence has ended by itself: it was legitimate."""
-        if first:
-            return replace(self, worst_first_s=max(self.worst_first_s, seconds))
-        return replace(self, worst_gap_s=max(self.worst_gap_s, seconds))
+    @property
+    def spins(self) -> bool:
+        """It runs, in a loop of steps, at a few lines."""
+        known = self.phase == "step" and (not self.undeclared or self.turns >= LEARN_STEPS)
+        return known and 0 < self.places <= FEW_PLACES
 
-    def hung(self, step: int) -> "Learned":
-        """A hang was declared after `step`."""
-        doublings = self.doublings + 1 if step == self.doubled_step else 1
-        return replace(self, doubled_step=step, doublings=doublings)
+    @property
+    def may_wait(self) -> bool:
+        """It waits for others, or stands in a call of C++ that does."""
+        return bool(self.waiting) or self.kind in _WAITS or (self.busy and not self.moves)
 
-    def passed(self, step: int) -> "Learned":
-        """The world has gone past `step`."""
-        return replace(self, doubled_step=-1, doublings=0) if step > self.doubled_step >= 0 else self
+    @property
+    def moves(self) -> bool:
+        """Its interpreter runs."""
+        return self.still_s < MOVES_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +116,8 @@ class Own:
 
     soft_s: float | None = None
     hard_s: float | None = None
-    first_s: float | None = None  # set-up and first step; `soft_s` is about steps
+    first_s: float | None = None  # set-up and first step, and what follows the loop; `soft_s` is about steps
+    automatic: bool = False  # they are about stillness, as NVRx's are, until `ping` was called
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,35 +129,79 @@ class Verdict:
     reason: str
 
 
-def soft_limit(view: View, learned: Learned, own: Own) -> float:
-    """Seconds of silence after which `view` is believed to hang; 0 where no limit applies."""
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What is held against a rank, and how long that may last; 0: no limit applies."""
+
+    quiet_s: float
+    limit_s: float
+
+    @property
+    def over(self) -> bool:
+        """It has lasted too long."""
+        return 0.0 < self.limit_s < self.quiet_s
+
+
+def limit_of(view: View, learned: Learned, own: Own) -> Limit:
+    """Return what applies to `view` now."""
     if view.phase in ("none", "paused", "waiting"):
-        return 0.0
+        return Limit(0.0, 0.0)
     if view.phase == "declared":
-        return view.limit_s
-    if view.phase == "first":
-        return _first_limit(view, learned, own)
-    if own.soft_s is not None:
-        return own.soft_s
+        return Limit(view.silent_s, view.limit_s)
+    explicit = own.first_s if view.phase in _SLOW_PHASES else own.soft_s
+    if explicit is not None:
+        return Limit(view.still_s if own.automatic and not view.pinged else view.silent_s, explicit)
+    raised = learned.raised(view.step, view.place)
+    still_s = max(raised, _still_limit(view, learned, own))
+    if view.pinged and not view.undeclared:
+        return Limit(view.silent_s, still_s)
+    silence, still = Limit(view.silent_s, max(raised, _moving_limit(view, learned))), Limit(view.still_s, still_s)
+    if view.undeclared and not view.pinged and view.steps_here < LEARN_STEPS:
+        return still  # without marks silence says nothing
+    return silence if silence.over or view.moves else still
+
+
+def _still_limit(view: View, learned: Learned, own: Own) -> float:
+    """How long an interpreter may not run."""
+    if view.phase in _SLOW_PHASES:
+        return _slow_limit(view, learned, own)
+    known = _known(view, learned)
     if view.steps_here < LEARN_STEPS:
-        return CEILING_S
-    floor = IDLE_FLOOR_S if view.cpu_share < BUSY_SHARE else BUSY_FLOOR_S
-    limit = max(floor, MULTIPLE * learned.worst_gap_s)
-    if view.step == learned.doubled_step:
-        limit *= 2**learned.doublings
-    return min(CEILING_S, limit) if learned.worst_gap_s * 2 < CEILING_S else 2 * learned.worst_gap_s
+        return max(UNDECLARED_S if view.undeclared else CEILING_S, known)
+    return max(BUSY_FLOOR_S if view.busy else IDLE_FLOOR_S, idle_limit(learned), known)
 
 
-def _first_limit(view: View, learned: Learned, own: Own) -> float:
-    """Set-up compiles, loads and restores: a limit for steps says nothing of it (HD-01)."""
-    if own.first_s is not None:
-        return own.first_s
-    if learned.worst_first_s == 0:
+def _known(view: View, learned: Learned) -> float:
+    """How long what its stack says may take."""
+    return max(_KIND_S.get(view.kind, 0.0), PLACE_MULTIPLE * learned.worst_at(view.place))
+
+
+def idle_limit(learned: Learned) -> float:
+    """Return how long a rank may stand still and idle inside a step: the shortest limit there is."""
+    typical = learned.typical_s
+    return max(IDLE_FLOOR_S, 2 * typical, min(CEILING_S, MULTIPLE * typical))
+
+
+def _moving_limit(view: View, learned: Learned) -> float:
+    """How long an interpreter may run without a mark."""
+    if view.pinged:  # of a loop that declares no steps: its pings may be far apart (rule 4)
+        return max(CEILING_S, _known(view, learned))
+    if view.worked:
+        return SPIN_S if view.spins else LOOP_S
+    return FIRST_CEILING_S if view.phase in _SLOW_PHASES else max(POLL_S, _KIND_S.get(view.kind, 0.0))
+
+
+def _slow_limit(view: View, learned: Learned, own: Own) -> float:
+    """Set-up compiles, loads and restores: limits of steps say nothing of it (HD-01). Nor of what follows the loop."""
+    if view.phase == "after" or learned.worst_first_s == 0:
         return FIRST_CEILING_S
-    limit = max(CEILING_S, own.soft_s or 0.0, 3 * learned.worst_first_s)
-    if view.step == learned.doubled_step:  # a restore from a slower tier takes longer than the set-ups so far
-        limit *= 2**learned.doublings
-    return min(FIRST_CEILING_S, limit)
+    return min(FIRST_CEILING_S, max(CEILING_S, own.soft_s or 0.0, 3 * learned.worst_first_s))
+
+
+def near(view: View, learned: Learned, own: Own) -> bool:
+    """Tell whether `view` may soon be called the cause of a hang."""
+    limit = limit_of(view, learned, own)
+    return limit.limit_s > 0 and limit.quiet_s > NEAR_SHARE * limit.limit_s and not view.waiting and _asked(view)
 
 
 def exempt(view: View) -> bool:
@@ -124,45 +211,59 @@ def exempt(view: View) -> bool:
 
 def judge(views: Sequence[View], learned: Learned, own: Own) -> tuple[Verdict, ...]:
     """Return what to do now, at most one interrupt or kill a round; nothing when all is well."""
-    limits = {v.rank: soft_limit(v, learned, own) for v in views}
-    overdue = [v for v in views if limits[v.rank] and v.silent_s > limits[v.rank]]
+    limits = {v.rank: limit_of(v, learned, own) for v in views}
+    overdue = [v for v in views if limits[v.rank].over and not _held_up(v, views, limits)]
     excused = any(exempt(v) for v in views)
     if excused:
         overdue = [v for v in overdue if v.phase in ("declared", "first")]
     elif any(v.phase == "declared" for v in views):  # a declared phase with a limit excuses those who wait for it
         overdue = [v for v in overdue if v.phase == "declared"]
-    hard = [v for v in overdue if own.hard_s is not None and v.silent_s > own.hard_s and not v.waiting]
+    hard = [v for v in overdue if own.hard_s is not None and limits[v.rank].quiet_s > own.hard_s and not v.waiting]
     if hard:
-        return tuple(
-            Verdict(v.rank, "kill", f"no progress for {v.silent_s:.1f} s {_place(v)}, --hard-timeout {own.hard_s:g}")
-            for v in hard
-        )
+        return tuple(Verdict(v.rank, "kill", f"{_silence(v, limits)}, --hard-timeout {own.hard_s:g}") for v in hard)
     if overdue:
         return _condemn(overdue, limits) if not _behind(overdue, views, limits) else _ask(views, limits, overdue)
-    return () if excused else _ask(views, limits, ())
+    return _ask(views, limits, ())
 
 
-def _ask(views: Sequence[View], limits: Mapping[int, float], overdue: Sequence[View]) -> tuple[Verdict, ...]:
-    half = [v for v in views if limits[v.rank] and v.silent_s > PROBE_SHARE * limits[v.rank] and not _asked(v)]
-    return tuple(Verdict(v.rank, "probe", "overdue" if v in overdue else "silent for half its limit") for v in half)
+def _held_up(view: View, views: Sequence[View], limits: Mapping[int, Limit]) -> bool:
+    """It may wait in C++ for another that is no further and is within its own limit (rule 3)."""
+    if view.phase != "step" or view.moves or view.waiting or not view.may_wait or view.silent_s > LOOP_S:
+        return False
+    others = (o for o in views if o.rank != view.rank and o.phase == "step" and o.step <= view.step)
+    return any(not o.may_wait and limits[o.rank].limit_s and not limits[o.rank].over for o in others)
 
 
-def _behind(overdue: Sequence[View], views: Sequence[View], limits: Mapping[int, float]) -> bool:
+def _ask(views: Sequence[View], limits: Mapping[int, Limit], overdue: Sequence[View]) -> tuple[Verdict, ...]:
+    """Ask early: what a silence was about can be learned only from who was asked before it ended."""
+    late = [v for v in views if _half_way(v, limits[v.rank]) and not _asked(v)]
+    return tuple(Verdict(v.rank, "probe", "overdue" if v in overdue else "silent for half its limit") for v in late)
+
+
+def _half_way(view: View, limit: Limit) -> bool:
+    """Half of what a rank has that stands still in a step: set-ups and raised limits are learned from as well."""
+    if not limit.limit_s:
+        return False
+    silent = view.turns > 0 and view.silent_s > PROBE_SHARE * POLL_S  # it runs: is that its loop?
+    return silent or view.still_s > PROBE_SHARE * IDLE_FLOOR_S or limit.quiet_s > PROBE_SHARE * limit.limit_s
+
+
+def _behind(overdue: Sequence[View], views: Sequence[View], limits: Mapping[int, Limit]) -> bool:
     """True while all who are overdue wait for somebody who is not, and who has a limit of its own.
 
     It is slow (busy, so believed longer: rule 3) or came to this step later; with its own limit the wait is over.
     """
     if not all(v.waiting for v in overdue):
         return False
-    return any(limits[v.rank] and not v.waiting for v in views if v not in overdue)
+    return any(limits[v.rank].limit_s and not v.waiting for v in views if v not in overdue)
 
 
 def _asked(view: View) -> bool:
-    """True when it has been asked since its last mark, answered or not."""
+    """True when it has been asked in this silence, answered or not."""
     return view.probe_age_s is not None or view.waiting is not None
 
 
-def _condemn(overdue: Sequence[View], limits: dict[int, float]) -> tuple[Verdict, ...]:
+def _condemn(overdue: Sequence[View], limits: Mapping[int, Limit]) -> tuple[Verdict, ...]:
     unheard = [v for v in overdue if not _asked(v)]
     if unheard:  # ask before judging; the answer, or its absence, is the evidence
         return tuple(Verdict(v.rank, "probe", "overdue") for v in unheard)
@@ -171,21 +272,21 @@ def _condemn(overdue: Sequence[View], limits: dict[int, float]) -> tuple[Verdict
         return tuple(Verdict(v.rank, "kill", _wedged(v)) for v in wedged)
     if any(v.probe_age_s is not None for v in overdue):
         return ()  # an answer may still come
-    culprit = min(overdue, key=lambda v: (v.waiting is not False, v.step, v.rank))
-    busy = "burning CPU" if culprit.cpu_share >= BUSY_SHARE else "idle"
-    return (
-        Verdict(
-            culprit.rank,
-            "interrupt",
-            f"no progress for {culprit.silent_s:.1f} s {_place(culprit)}, {busy}; limit {limits[culprit.rank]:.1f} s",
-        ),
-    )
+    culprit = min(overdue, key=lambda v: (v.waiting is not False, v.kind in _WAITS, v.step, v.rank))
+    how = f"{'burning CPU' if culprit.busy else 'idle'}; limit {limits[culprit.rank].limit_s:.1f} s"
+    return (Verdict(culprit.rank, "interrupt", f"{_silence(culprit, limits)}, {how}"),)
 
 
-def _place(view: View) -> str:
-    """Say where it stands: its phase, and the last step it has done."""
-    where = {"first": "in set-up or the first step", "declared": f"in the phase {view.name!r}"}.get(view.phase, "")
-    return f"{where}, after step {view.step}" if where and view.step else where or f"after step {view.step}"
+def _silence(view: View, limits: Mapping[int, Limit]) -> str:
+    """Say how long it has been silent, in which phase, after which step."""
+    where = {
+        "first": "in set-up or the first step",
+        "declared": f"in the phase {view.name!r}",
+        "after": "after the loop of steps",
+    }.get(view.phase, "")
+    done = f"after {view.turns} turns of its loop" if view.turns else f"after step {view.step}"
+    place = f"{where}, {done}" if where and view.step else where or done
+    return f"no progress for {limits[view.rank].quiet_s:.1f} s {place}"
 
 
 def _wedged(view: View) -> str:

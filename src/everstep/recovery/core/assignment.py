@@ -1,12 +1,12 @@
 """From what a roster's members brought to who holds which rank: pure, with its reason.
 
-Rule 1: survivors keep their ranks; nobody is moved to make room.
+Rule 1: survivors keep their ranks; nobody is moved to make room. Where the world may shrink and nobody fills a gap,
+        those above it move down, in order.
 Rule 2: a gap is filled by a standby of the same node first, since that node's memory holds the rank's snapshot.
 Rule 3: the same facts give the same ranks. Agents may differ in facts, so compare-and-set decides between their
         proposals, never trust in this function.
 
-Not enough standbys is no roster: how long to wait is the machine's business, not ours. Shrinking the world is not
-built yet.
+How long to wait for standbys, and with how few ranks to go on, is the machine's business, not ours.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ def first(epoch: int, world_size: int, standbys: Standbys) -> Roster:
 
 
 def following(previous: Roster, survivors: Mapping[Incarnation, Facts], standbys: Standbys) -> Roster:
-    """Return the roster after `previous`; `standbys` must be at least as many as the members that did not survive."""
+    """Return the roster after `previous`: gaps are filled from `standbys`, those that remain are closed."""
     generation = previous.generation + 1
     gaps = [m for m in previous.members if m.incarnation not in survivors]
     taken = _fill(gaps, standbys)
@@ -46,12 +46,14 @@ def following(previous: Roster, survivors: Mapping[Incarnation, Facts], standbys
         if old.rank in taken:
             new = taken[old.rank]
             why = "spare" if standbys[new].generation < generation else "started"
-            members.append(_member(old.rank, new, standbys[new], why))
-        else:
+            members.append(_member(len(members), new, standbys[new], why))
+        elif old.incarnation in survivors:
             facts = survivors[old.incarnation]
-            members.append(Member(old.rank, old.incarnation, facts.node, facts.slot, facts.fresh, "kept"))
+            members.append(Member(len(members), old.incarnation, facts.node, facts.slot, facts.fresh, "kept"))
     rest = _rest(standbys, taken.values())
-    return Roster(previous.epoch, generation, tuple(members), rest, _reason(generation, gaps, members))
+    closed = [gap.rank for gap in gaps if gap.rank not in taken]
+    reason = _shrunk(generation, closed, members) if closed else _reason(generation, gaps, members)
+    return Roster(previous.epoch, generation, tuple(members), rest, reason)
 
 
 def final(previous: Roster, shortfall: str) -> Roster:
@@ -78,6 +80,11 @@ def _member(rank: int, incarnation: Incarnation, standby: Standby, why: str) -> 
 
 def _rest(standbys: Standbys, chosen: Iterable[Incarnation]) -> tuple[Incarnation, ...]:
     return tuple(sorted(standbys.keys() - set(chosen)))
+
+
+def _shrunk(generation: int, closed: Sequence[int], members: Sequence[Member]) -> str:
+    gone = f"rank {closed[0]} of the last one is" if len(closed) == 1 else f"ranks {brief(closed)} of the last one are"
+    return f"generation {generation}: {len(members)} ranks go on; {gone} lost"
 
 
 def _reason(generation: int, gaps: Sequence[Member], members: Sequence[Member]) -> str:

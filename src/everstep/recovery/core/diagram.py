@@ -1,9 +1,9 @@
-"""The tables, drawn: `docs/recovery.md` contains what these functions print, and a test compares.
+"""The tables, drawn: pages of the documentation contain what these functions print, and a test compares.
 
-python scripts/draw_tables.py       # writes them into the page anew
+python scripts/draw_tables.py       # writes them into the pages anew
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from everstep.recovery.core import guards, member, world
 
@@ -27,15 +27,23 @@ def _world_arrows() -> Iterator[str]:
                     yield f"    {phase.value} --> {rule.then.value}: {': '.join(named + asked)} / {orders}"
 
 
-def draw_member() -> str:
-    """Return the member's table as a mermaid diagram, but for the lost link, which leads out from everywhere."""
+def draw_member(*, actions: bool = False) -> str:
+    """Return the member's table as a mermaid diagram, but for the lost link, which leads out from everywhere.
+
+    With `actions` an arrow also says what is done.
+    """
     arrows = [
-        f"    {phase.value} --> {then.value}: {event.__name__}"
+        f"    {phase.value} --> {then.value}: {event.__name__}" + _orders(done if actions else ())
         for phase, row in member.TRANSITIONS.items()
-        for event, (then, _) in row.items()
+        for event, (then, done) in row.items()
         if event is not member.LinkLost and then is not phase
     ]
     return "\n".join([MERMAID.format(start="fresh"), *arrows, "    left --> [*]"])
+
+
+def _orders(done: Iterable[member.Action]) -> str:
+    words = ", ".join(action.value for action in done)
+    return f" / {words}" if words else ""
 
 
 def tabulate_world() -> str:
@@ -82,17 +90,24 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-PARTS = {
+PARTS: dict[str, Callable[[], str]] = {
     "world diagram": lambda: f"```mermaid\n{draw_world()}\n```",
     "world table": tabulate_world,
     "member diagram": lambda: f"```mermaid\n{draw_member()}\n```",
     "member table": tabulate_member,
+    "call diagram": lambda: f"```mermaid\n{draw_member(actions=True)}\n```",
 }
+PAGES = {
+    "docs/recovery.md": ("world diagram", "world table", "member diagram", "member table"),
+    "docs/inprocess.md": ("call diagram",),
+}
+"""Which page holds which parts."""
 
 
-def fill(page: str) -> str:
-    """Return a page of the documentation with every generated part in it renewed."""
-    for name, part in PARTS.items():
+def fill(page: str, names: Iterable[str]) -> str:
+    """Return a page of the documentation with its generated parts renewed."""
+    for name in names:
+        part = PARTS[name]
         start, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
         before, _, rest = page.partition(start)
         _, _, after = rest.partition(end)

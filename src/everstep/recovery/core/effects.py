@@ -6,10 +6,11 @@ Notes keep facts. Orders are given once: a view remembers whom it has had killed
 from collections.abc import Iterable
 from dataclasses import replace
 
+from everstep.ranks import brief
 from everstep.recovery.core import assignment, policy
 from everstep.recovery.core.assignment import Standby, Standbys
-from everstep.recovery.core.guards import blame, cause, dirty
-from everstep.recovery.core.state import Phase, World, awaited
+from everstep.recovery.core.guards import blame, cause
+from everstep.recovery.core.state import NOBODY, Phase, World, awaited, dirty, staying
 from everstep.recovery.core.words import (
     Announced,
     Arrived,
@@ -47,20 +48,20 @@ def note_announced(world: World, event: Announced, now: float) -> Outcome:
 
 
 def note_arrived(world: World, event: Arrived, now: float) -> Outcome:
-    """A member is back; the first arrival counts."""
-    before = world.arrived.get(event.generation, {})
-    if event.incarnation in before:
+    """Members are back; the first arrival of each counts."""
+    before = world.arrived.get(event.generation, NOBODY)
+    new = [(i, facts) for i, facts in ((event.incarnation, event.facts), *event.others) if i not in before]
+    if not new:
         return world, ()
-    here = {**before, event.incarnation: event.facts}
-    taint = {(event.generation, event.incarnation)} if event.facts.dirt else ()
-    arrived = {**world.arrived, event.generation: here}
+    taint = [(event.generation, i) for i, facts in new if facts.dirt]
+    arrived = {**world.arrived, event.generation: before.plus(new)}
     return replace(world, arrived=arrived, tainted=world.tainted.union(taint)), ()
 
 
 def note_died(world: World, event: Died, now: float) -> Outcome:
     """A process is gone, whatever it was."""
     who = event.incarnation
-    world = replace(world, dead={**world.dead, who: event})
+    world = replace(world, dead={**world.dead, who: event}, bereft=now)
     if world.listed(who):
         return replace(world, lost=world.lost | {who}), ()
     # It may have been one that we asked for. Asking is a level, so asking again costs nothing.
@@ -96,13 +97,14 @@ def note_published(world: World, event: Published, now: float) -> Outcome:
 
 def kill_wedged(world: World, event: Wedged, now: float) -> Outcome:
     """A process that cannot hear us is ended; its death frees its rank."""
-    return _kill(world, [event.incarnation], f"it cannot hear its agent: {event.text or 'no answer'}")
+    known = event.text.partition("\n")[0]  # a stack may follow
+    return _kill(world, [event.incarnation], f"it cannot hear its agent: {known or 'no answer'}")
 
 
 def kill_overdue(world: World, event: object, now: float) -> Outcome:
     """Whoever has not left in time is ended before its rank is given away (P5)."""
     limit = world.policy.stop_deadline_s
-    return _kill(world, awaited(world), f"it has not left generation {world.generation - 1} within {limit:g} s")
+    return _kill(world, staying(world), f"it has not left generation {world.generation - 1} within {limit:g} s")
 
 
 def kill_unfit(world: World, event: object, now: float) -> Outcome:
@@ -133,9 +135,10 @@ def report_better(world: World, event: Died | Wedged, now: float) -> Outcome:
 
 
 def stop(world: World, event: object, now: float) -> Outcome:
-    """Send every living member back."""
+    """Send every living member back. Where that ends them, their deaths explain nothing."""
     living = [i for i in world.ranks if i not in world.lost and i not in world.killed]
-    return world, tuple(Stop(i, world.generation) for i in living)
+    killed = world.killed | set(living) if world.policy.deaf else world.killed
+    return replace(world, killed=killed), tuple(Stop(i, world.generation) for i in living)
 
 
 def open_next(world: World, event: object, now: float) -> Outcome:
@@ -183,12 +186,14 @@ def enter(world: World, event: object, now: float) -> Outcome:
     ranks = {m.incarnation: m.rank for m in roster.members}
     left_out = {i: Died(i, 0) for i in world.ranks if i not in ranks}
     dead = {**left_out, **world.dead}
+    own = tuple(m.incarnation for m in roster.members if m.node == world.node)
     entered = replace(
         world,
         roster=roster,
         ranks=ranks,
+        own=own,
         dead=dead,
-        lost=frozenset(i for i in ranks if i in dead),
+        lost=frozenset(i for i in dead if i in ranks),
         standbys=_without(world.standbys, ranks),
         false_starts=(),
     )
@@ -228,17 +233,22 @@ def end_too_late(world: World, event: object, now: float) -> Outcome:
     elif missing := list(awaited(world)):
         lacking = "the death of " + ", ".join(f"rank {world.ranks[i]} ({i})" for i in missing)
     else:
-        lacking = f"fresh processes for {world.wanting} of {world.policy.world_size} ranks"
-    waited = now - (world.since or 0.0)
-    code = 75 if world.roster else 1
-    return world, (End(code, f"generation {world.generation} waited {waited:g} s for {lacking}"),)
+        size, least = len(world.ranks) or world.policy.world_size, world.policy.min_world_size
+        lacking = f"fresh processes for {world.vacant} of {size} ranks"
+        lacking += f" and may not go on with fewer than {least}" if least is not None else ""
+    text = f"generation {world.generation} waited {now - (world.since or 0.0):g} s for {lacking}"
+    story = f"; before it, {policy.told(world.causes[-1:])}" if world.causes else ""
+    return world, (End(75 if world.roster else 1, text + story),)
 
 
 def end_failed_exit(world: World, event: object, now: float) -> Outcome:
-    """The work is done and durable, but a member did not exit well: no restart (P14)."""
-    worst = min((i for i in world.lost if world.dead[i].status != 0), key=lambda i: world.ranks[i])
-    text = f"rank {world.ranks[worst]} ended with status {world.dead[worst].status} after all had completed"
-    return world, (End(1, text),)
+    """The work is done and durable, but a member did not exit well: no restart (P14). The others had time to end."""
+    bad = sorted((world.ranks[i], world.dead[i].status) for i in world.lost if world.dead[i].status != 0)
+    who = " and ".join(f"rank {rank} ended with status {status}" for rank, status in bad)
+    lost = "the function's results stand, the rest of its script does not"
+    left = [rank for i, rank in world.ranks.items() if i not in world.lost]
+    late = f"; rank {brief(left)} had not ended {now - world.bereft:g} s later" if left else ""
+    return world, (End(1, f"{who} after all had completed: {lost}{late}"),)
 
 
 def end_done(world: World, event: object, now: float) -> Outcome:

@@ -1,14 +1,26 @@
 """Restart, or give up? A pure decision with its reason.
 
 Two readings of patience. With `max_restarts` the operator has said how many restarts the whole job may have, as
-torchrun means it. Without it, what counts is progress: a fault after a step that no earlier fault had reached is
-free, and `same_step_limit` faults in a row without such a step end the job, for a restart would only do the same.
+torchrun means it. Without it, what counts is progress: a fault after a step that no earlier fault had reached is free.
+Without such a step in between,
+
+* `same_step_limit` faults that are alike end the job, for a restart would only do the same;
+* so do `patience` faults of any kind, for something is wrong even if it shows in a new place each time.
+
+A fault of a generation that nobody could attempt, for a member was dead before it was entered, counts for the second
+alone: it says nothing of the step.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
+from everstep.ranks import brief
 from everstep.recovery.core.words import Fault, Policy
+
+MOST_TOLD = 12
+"""Attempts that are told one by one, or in groups of the same; of the others, how many."""
+_LONGEST = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +37,54 @@ def decide(policy: Policy, generation: int, faults: Sequence[Fault]) -> Verdict:
         used, allowed = generation + 1, policy.max_restarts
         if used <= allowed:
             return Verdict(True, f"restart {used} of {allowed}")
-        return Verdict(False, f"all {allowed} restarts that --max-restarts allows are used: {_told(faults[-1])}")
+        return Verdict(False, f"all {allowed} restarts that --max-restarts allows are used: {told(faults)}")
     if faults[-1].kind == "script":
-        return Verdict(False, f"the script failed before it came to the wrapped call: {_told(faults[-1])}")
+        return Verdict(False, f"the script failed before it came to the wrapped call: {told(faults[-1:])}")
     row = _without_progress(faults)
-    if row < policy.same_step_limit:
-        return Verdict(True, "progress since the last fault" if row == 1 else f"{row} faults in a row at this step")
-    return Verdict(False, f"{row} faults in a row without a new step in between, the last: {_told(faults[-1])}")
+    many = f"{len(row)} faults in a row"
+    same = [fault for fault in row if fault.attempted and alike(fault, faults[-1])]
+    if faults[-1].attempted and len(same) >= policy.same_step_limit:
+        count = "" if len(same) == len(row) else f", {len(same)} of them alike"
+        return Verdict(False, f"{many} without a new step in between{count}, the last: {told(row)}")
+    if len(row) >= policy.patience:
+        return Verdict(False, f"{many} without a new step in between, the last: {told(row)}")
+    return Verdict(True, "progress since the last fault" if len(row) == 1 else f"{many} at this step")
 
 
-def _without_progress(faults: Sequence[Fault]) -> int:
-    """Count the last faults that came no further than some fault before them; the one that got there is the first."""
-    best, row = -1, 0
-    for fault in faults:
-        step = fault.step or 0
-        row = 1 if step > best else row + 1
-        best = max(best, step)
-    return row
+def alike(one: Fault, other: Fault) -> bool:
+    """Tell whether the second may be the first again: by who it befell, or by what was said.
+
+    Who is named for a hang is the judgement of a moment, so that all hangs are alike.
+    """
+    if one.kind != other.kind:
+        return False
+    return one.kind == "stall" or one.rank == other.rank or (one.kind == "exception" and one.text == other.text != "")
 
 
-def _told(fault: Fault) -> str:
+def _without_progress(faults: Sequence[Fault]) -> Sequence[Fault]:
+    """Return the last faults that came no further than some fault before them; the one that got there is the first."""
+    best, first = -1, 0
+    for at, fault in enumerate(faults):
+        if (fault.step or 0) > best:
+            best, first = fault.step or 0, at
+    return faults[first:]
+
+
+def told(faults: Sequence[Fault]) -> str:
+    """Tell the last fault; where there were others, the story of all: what ended each attempt, in their order."""
+    last = _one(faults[-1])
+    groups = [(text, [fault.generation for fault in same]) for text, same in groupby(faults, _one)]
+    if len(groups) == 1:
+        return last if len(faults) == 1 else f"{last}, in generations {brief(groups[0][1])}"
+    lines = [f"generation {brief(which)}: {text}" for text, which in groups]
+    before = sum(len(which) for _, which in groups[:-MOST_TOLD])
+    hidden = [f"{before} others before these"] if before else []
+    return "\n  ".join([last, *hidden, *lines[-MOST_TOLD:]])
+
+
+def _one(fault: Fault) -> str:
     where = "" if fault.rank is None else f" of rank {fault.rank}"
     when = "" if fault.step is None else f" after step {fault.step}"
-    return f"{fault.kind}{where}{when}{f' ({fault.text})' if fault.text else ''}"
+    first = fault.text.partition("\n")[0][:_LONGEST]
+    early = "" if fault.attempted else ", before the generation was entered"
+    return f"{fault.kind}{where}{when}{early}{f' ({first})' if first else ''}"

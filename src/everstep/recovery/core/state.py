@@ -1,15 +1,20 @@
 """What an agent knows of the world: facts, and the phase that follows from them.
 
 Rule 1: facts only grow within their generation; they are dropped when it is over, never changed.
-Rule 2: what can be derived is not stored, but for `ranks` and `lost`: they spare a walk over all ranks at every event.
+Rule 2: what can be derived is not stored, but for `ranks`, `own` and `lost`: they spare a walk over all ranks at every
+        event. Nor may an event cost a copy of what thousands of others have left: arrivals are kept in a `Growing`.
 """
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from everstep.recovery.core.assignment import Standby
+from everstep.recovery.core.growing import Growing
 from everstep.recovery.core.words import Died, Facts, Fault, Incarnation, Member, Policy, Roster, Stage
+
+Arrivals = Growing[Incarnation, Facts]
+NOBODY = Arrivals()
 
 
 class Phase(enum.Enum):
@@ -35,9 +40,11 @@ class World:
     since: float | None = None  # when this phase's deadline began to run; None before the first event
     roster: Roster | None = None  # the last one entered
     ranks: Mapping[Incarnation, int] = field(default_factory=dict[Incarnation, int])  # of `roster`
+    own: tuple[Incarnation, ...] = ()  # of `roster`, those of this node
     lost: frozenset[Incarnation] = frozenset()  # members of `roster` that are dead
+    bereft: float = 0.0  # when a process was last lost: from then on its replacement is awaited
     standbys: Mapping[Incarnation, Standby] = field(default_factory=dict[Incarnation, Standby])
-    arrived: Mapping[int, Mapping[Incarnation, Facts]] = field(default_factory=dict[int, Mapping[Incarnation, Facts]])
+    arrived: Mapping[int, Arrivals] = field(default_factory=dict[int, Arrivals])
     tainted: frozenset[tuple[int, Incarnation]] = frozenset()  # who arrived for which generation with dirt
     completed: Mapping[int, frozenset[Incarnation]] = field(default_factory=dict[int, frozenset[Incarnation]])
     published: Mapping[int, Roster] = field(default_factory=dict[int, Roster])
@@ -67,7 +74,7 @@ class World:
     @property
     def here(self) -> Mapping[Incarnation, Facts]:
         """Who has arrived for the present generation."""
-        return self.arrived.get(self.generation, {})
+        return self.arrived.get(self.generation, NOBODY)
 
     @property
     def survivors(self) -> Mapping[Incarnation, Facts]:
@@ -79,10 +86,12 @@ class World:
         """Tell whether the last roster entered names this incarnation."""
         return incarnation in self.ranks
 
-    def death_of(self, incarnation: Incarnation, status: int, step: int | None = None) -> Died:
+    def death_of(
+        self, incarnation: Incarnation, status: int, step: int | None = None, *, unasked: bool = False
+    ) -> Died:
         """Return what the agent of a dead process shall tell of it."""
         generation = self.roster.generation if self.roster else None
-        return Died(incarnation, status, self.stage_of(incarnation), step, generation)
+        return Died(incarnation, status, self.stage_of(incarnation), step, generation, unasked)
 
     def stage_of(self, incarnation: Incarnation) -> Stage:
         """Say how far this process has come."""
@@ -104,15 +113,26 @@ class World:
         return end.status == 0 and (known or told)
 
     @property
-    def wanting(self) -> int:
+    def vacant(self) -> int:
         """How many ranks have nobody to take them, in the whole world."""
         gaps = len(self.lost) if self.roster else self.policy.world_size
         return max(0, gaps - len(self.standbys))
 
     @property
+    def wanting(self) -> int:
+        """How many of them the world cannot go on without."""
+        return max(0, self.vacant - self.dispensable)
+
+    @property
+    def dispensable(self) -> int:
+        """How many ranks of the last roster the world may go on without."""
+        least = self.policy.min_world_size
+        return 0 if self.roster is None or least is None else max(0, self.roster.world_size - least)
+
+    @property
     def wanting_here(self) -> int:
-        """How many of them this node should find a process for."""
-        if self.wanting == 0:
+        """How many of the vacant ranks this node should find a process for."""
+        if self.vacant == 0:
             return 0
         own = sum(s.facts.node == self.node for s in self.standbys.values())
         if self.roster is None:
@@ -120,18 +140,47 @@ class World:
             gaps = self.policy.world_size if share is None else share
         else:
             gaps = sum(self.roster.members[self.ranks[i]].node == self.node for i in self.lost)
-        return min(self.wanting, max(0, gaps - own))
+        return min(self.vacant, max(0, gaps - own))
 
 
 def awaited(world: World) -> Iterator[Incarnation]:
     """Yield the members that have neither arrived nor died; one that is being killed is awaited until it is dead."""
+    return _awaited(world, world.ranks)
+
+
+def staying(world: World) -> Iterator[Incarnation]:
+    """Yield those of them that this node may have killed."""
+    return (i for i in _awaited(world, world.own) if i not in world.killed)
+
+
+def _awaited(world: World, whom: Iterable[Incarnation]) -> Iterator[Incarnation]:
     here, killed = world.here, world.killed
-    return (i for i in world.ranks if i not in world.lost and (i not in here or i in killed))
+    return (i for i in whom if i not in world.lost and (i not in here or i in killed))
 
 
 def stop_by(world: World) -> float:
     """When members that have not arrived are killed."""
     return (world.since or 0.0) + world.policy.stop_deadline_s
+
+
+def dirty(world: World) -> list[Incarnation]:
+    """Return the members that have arrived with something in them that a fresh process does not have."""
+    living = (i for generation, i in world.tainted if generation == world.generation and i not in world.lost)
+    return [i for i in living if i in world.ranks]
+
+
+def accounted(world: World) -> bool:
+    """Tell whether every member of the last roster has arrived as good as new, or is dead."""
+    enough = len(world.here) + len(world.lost) >= len(world.ranks)  # cheap, and most of the time the answer
+    return enough and not dirty(world) and not any(True for _ in awaited(world))
+
+
+def replace_by(world: World) -> float:
+    """When fresh processes in the place of lost ones are awaited no longer."""
+    limit_s = world.policy.replace_deadline_s
+    if world.roster is None or (limit_s is None and world.wanting):
+        return give_up_by(world)
+    return min(max(world.since or 0.0, world.bereft) + (limit_s or 0.0), give_up_by(world))
 
 
 def give_up_by(world: World) -> float:
@@ -142,13 +191,23 @@ def give_up_by(world: World) -> float:
     return since + policy.start_deadline_s + (policy.stop_deadline_s if world.roster else 0.0)
 
 
+def finish_by(world: World) -> float | None:
+    """When those that still go on after the end are waited for no longer; None while all have ended well."""
+    if all(world.dead[i].status == 0 for i in world.lost):
+        return None
+    return world.bereft + world.policy.finish_deadline_s
+
+
 def wake_at(world: World) -> float | None:
     """Return when a driver must step with `Ticked` at the latest; None while no deadline runs."""
     match world.phase:
         case Phase.GATHERING:
-            staying = any(world.may_kill(i) for i in awaited(world))
-            return stop_by(world) if staying else give_up_by(world)
+            if any(True for _ in staying(world)):
+                return stop_by(world)
+            return replace_by(world) if world.vacant and accounted(world) else give_up_by(world)
         case Phase.PUBLISHING | Phase.DRAINING:
             return give_up_by(world)
-        case Phase.RUNNING | Phase.FINISHING | Phase.ENDED:
+        case Phase.FINISHING:
+            return finish_by(world)
+        case Phase.RUNNING | Phase.ENDED:
             return None

@@ -7,12 +7,14 @@ Rule 3: facts may come late, twice, and in any order; each is true for ever once
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Incarnation:
-    """One process, told apart from every other that ever ran: node boot id, pid, start time (ticks since boot)."""
+class Incarnation(NamedTuple):
+    """One process, told apart from every other that ever ran: node boot id, pid, start time (ticks since boot).
+
+    A tuple, since each is hashed and compared several times for every roster: that is ten times cheaper so.
+    """
 
     boot_id: str
     pid: int
@@ -50,6 +52,8 @@ class Fault:
     rank: int | None = None
     step: int | None = None  # last step done in the world when it happened
     text: str = ""
+    attempted: bool = True  # False: a member was dead before the generation was entered
+    victim: bool = False  # it says no more than that another member is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +118,23 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A member of the last roster has unwound and stands ready for `generation`."""
+    """A member of the last roster has unwound and stands ready for `generation`.
+
+    `others` have too, and are told of together with it (a node's, say): the same as one after another, in one step.
+    """
 
     generation: int
     incarnation: Incarnation
     facts: Facts
+    others: tuple[tuple[Incarnation, Facts], ...] = ()
 
 
 Stage = Literal["fresh", "running", "completed"]
 """How far a process had come: never had a rank; has one; its function has returned in the present generation."""
+
+
+UNKNOWN_STATUS = 256
+"""Of a process that has ended without its parent's telling how: no exit code is so large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +150,7 @@ class Died:
     stage: Stage = "running"
     step: int | None = None  # last step done in the world, as its own agent saw it
     generation: int | None = None  # that `stage` speaks of, the last that its own agent entered; None: the present one
+    unasked: bool = False  # it was ending by itself before our own order to end it came
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,14 +286,25 @@ class Policy:
     """What the operator asked for."""
 
     world_size: int
-    max_restarts: int | None = None  # None: a fault with progress since the last is free, three in a row end the job
-    same_step_limit: int = 3
+    max_restarts: int | None = None  # None: a fault with progress since the last is free
+    same_step_limit: int = 3  # faults alike without progress that end the job
+    patience: int = 10  # faults of any kind without progress that end it
+    deaf: bool = False  # members cannot be told to leave (a script without the wrapper): a stop ends them
     stop_deadline_s: float = 10.0  # from Stop to Arrived; then Kill
-    start_deadline_s: float = 600.0  # for a gap to be filled by a fresh process; then End
+    start_deadline_s: float = 600.0  # for the first processes, for deaths, and for the store; then End
     drain_deadline_s: float = 600.0  # for the last intended checkpoints
+    finish_deadline_s: float = 1800.0  # for the others to come to their ends where one has ended badly after the end
     local_world_size: int | None = None  # ranks that this node starts with; None: all of them
+    min_world_size: int | None = None  # survivors go on while they are so many; None: a world never shrinks
+    replace_deadline_s: float | None = None  # for a fresh process in the place of one that is lost; then the world
+    # shrinks, or ends where it may not. None: at once where it may shrink, else `start_deadline_s`
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
+        if self.min_world_size is not None and not 1 <= self.min_world_size <= self.world_size:
+            raise ValueError(
+                f"a world of {self.world_size} ranks that goes on with {self.min_world_size} cannot be meant; give 1 "
+                f"to {self.world_size}, or None for a world that never shrinks"
+            )
         if self.world_size < 1:
             raise ValueError(f"a world of {self.world_size} ranks cannot run; give at least one (--nproc-per-node)")

@@ -97,6 +97,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Rows]] = {
             Row(when.complete, (do.publish,), P.PUBLISHING),
             Row(when.cannot_start, (do.end_unstartable,), P.ENDED),
             Row(when.overdue, (do.kill_overdue,)),
+            Row(when.unreplaced, (do.end_too_late,), P.ENDED),
             Row(when.short, (do.spawn,)),
             Row(when.too_late, (do.end_too_late,), P.ENDED),
         ),
@@ -233,7 +234,7 @@ def _refusal(world: World, event: Event) -> str:
         case Announced(facts=facts) if not facts.fresh:
             return "a fresh process; one that has begun its script arrives, it is not announced"
         case Published(roster):
-            ranks, size = [m.rank for m in roster.members], world.policy.world_size
+            ranks, size = [m.rank for m in roster.members], _size(world, roster)
             known = world.published.get(roster.generation, roster)
             if roster.epoch != world.epoch or known != roster:
                 return f"one roster for generation {roster.generation} of epoch {world.epoch}"
@@ -242,6 +243,12 @@ def _refusal(world: World, event: Event) -> str:
             return "" if ranks or roster.generation else "a generation to start with"
         case _:
             return ""
+
+
+def _size(world: World, roster: Roster) -> int:
+    """Say how many ranks a roster must have; one of a world that may shrink has as many as it lists, if enough."""
+    least, most = world.policy.min_world_size, world.policy.world_size
+    return most if least is None else min(most, max(least, roster.world_size))
 
 
 def _illegal(world: World, event: object, expected: str) -> ProtocolError:

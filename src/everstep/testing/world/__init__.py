@@ -6,8 +6,10 @@
 Every choice comes from the seed; nothing waits. A broken law raises `Violation` with the last moves.
 """
 
+from everstep.testing.world.adversary import STRIKES
 from everstep.testing.world.laws import Violation
+from everstep.testing.world.moments import Moment, Strike
 from everstep.testing.world.scene import Setting
 from everstep.testing.world.world import SimulatedWorld
 
-__all__ = ["Setting", "SimulatedWorld", "Violation"]
+__all__ = ["STRIKES", "Moment", "Setting", "SimulatedWorld", "Strike", "Violation"]

@@ -66,9 +66,17 @@ class Laws:
 
     def hurt(self, worker: SimulatedWorker) -> None:
         """Something has befallen a worker: the newest roster, if it lists it, is in trouble."""
-        newest = max((g for g, roster in self.scene.board.items() if roster.members), default=-1)
+        newest = self._newest()
         if newest >= 0 and self.scene.board[newest].rank_of(worker.incarnation) is not None:
             self.troubled.add(newest)
+
+    def died(self, worker: SimulatedWorker) -> None:
+        """A worker has ended; well only if it had completed the newest generation."""
+        if worker.status != 0 or self._newest() not in worker.completed:
+            self.hurt(worker)
+
+    def _newest(self) -> int:
+        return max((g for g, roster in self.scene.board.items() if roster.members), default=-1)
 
     def won(self, roster: Roster) -> None:
         """A roster has won the compare-and-set."""
@@ -76,18 +84,33 @@ class Laws:
         before = board.get(roster.generation - 1)
         for old in before.members if before and roster.members else ():
             rank = roster.rank_of(old.incarnation)
-            self.require(rank in (None, old.rank), f"rank {old.rank} was moved to {rank}")
+            shrunk = before is not None and roster.world_size < before.world_size
+            moved = shrunk and rank is not None and rank < old.rank
+            self.require(moved or rank in (None, old.rank), f"rank {old.rank} was moved to {rank}")
             self.require(rank is not None or not workers[old.incarnation].alive, f"{roster} leaves out a living worker")
+        if before and roster.members:
+            self._sized(before, roster)
         for member in roster.members:
             worker = workers[member.incarnation]
             if not worker.well:
                 self.troubled.add(roster.generation)
 
+    def _sized(self, before: Roster, after: Roster) -> None:
+        """A world keeps its size, or shrinks by those that it has lost, in order and as far as it may."""
+        least = self.scene.setting.policy.min_world_size
+        smallest = before.world_size if least is None else min(before.world_size, least)
+        self.require(smallest <= after.world_size <= before.world_size, f"{after} has another size than it may")
+        kept = [old.incarnation for old in before.members if after.rank_of(old.incarnation) is not None]
+        order = [m.incarnation for m in after.members if m.incarnation in set(kept)]
+        self.require(kept == order, f"{after} puts its survivors into another order")
+
     def takes(self, worker: SimulatedWorker, rank: int) -> None:
-        """A worker is told its rank."""
-        self.require(worker.rank in (None, rank), f"{worker} had rank {worker.rank} and is given {rank}")
+        """A worker is told its rank. Who held it before is dead, or has moved and is in no function."""
+        moved = self.scene.setting.policy.min_world_size is not None
+        self.require(moved or worker.rank in (None, rank), f"{worker} had rank {worker.rank} and is given {rank}")
         holder = self.holders.get(rank, worker)
-        self.require(holder is worker or not holder.alive, f"rank {rank} is held by {holder} and by {worker}")
+        left = not holder.alive or (moved and (holder.rank != rank or not holder.on_stack))
+        self.require(holder is worker or left, f"rank {rank} is held by {holder} and by {worker}")
         self.holders[rank] = worker
 
     # What agents do.
@@ -130,9 +153,7 @@ class Laws:
             case Enter(roster):
                 self._entered(agent, roster)
             case Stop(who, generation):
-                self.require(generation in self.troubled, f"{agent} stops {who} in {generation}, which is well")
-                self.require(generation == agent.entered, f"{agent} stops {who} in {generation}")
-                self.require(agent.reports.get(generation), f"{agent} stops {generation} and does not say why")
+                self._stopped(agent, who, generation)
             case Kill(who):
                 self._killed(agent, self.workers[who])
             case Report(fault):
@@ -152,6 +173,13 @@ class Laws:
             self._finished(agent, generation)
             agent.finished = True
 
+    def _stopped(self, agent: Witness, who: Incarnation, generation: int) -> None:
+        self.require(generation in self.troubled, f"{agent} stops {who} in {generation}, which is well")
+        self.require(generation == agent.entered, f"{agent} stops {who} in {generation}")
+        self.require(agent.reports.get(generation), f"{agent} stops {generation} and does not say why")
+        if self.scene.setting.unwrapped:
+            agent.killed.add(who)  # it does not live to explain anything
+
     def _entered(self, agent: Witness, roster: Roster) -> None:
         allowed = self.scene.setting.policy.max_restarts
         self.require(self.scene.board.get(roster.generation) == roster, f"{agent} enters what did not win")
@@ -168,7 +196,7 @@ class Laws:
     def _told(self, agent: Witness, fault: Fault) -> None:
         told = agent.reports.setdefault(fault.generation, [])
         self.require(fault.generation in self.troubled, f"{agent} reports {fault}: nothing happened")
-        better = [f.kind for f in told] == ["exception"] and fault.kind in ("death", "left", "wedged")
+        better = [f.victim for f in told] == [True] and fault.kind in ("death", "left", "wedged")
         self.require(not told or better, f"{agent} reports {fault} after {told}")
         told.append(fault)
 
@@ -195,11 +223,12 @@ class Laws:
         newest = max(board, default=0)
         finished = newest > 0 and not board[newest].members
         statuses = [self.workers[m.incarnation].status for m in board[newest - 1].members] if finished else []
+        ended, late = None not in statuses, setting.policy.finish_deadline_s
         return {
             WELL: finished and set(statuses) == {0} and not setting.lost_checkpoints,
-            "after all had completed": set(statuses) - {0, None},
+            "after all had completed": (ended or self.scene.now >= late) and set(statuses) - {0, None},
             "not durable": finished and setting.lost_checkpoints,
-            "waited": setting.starved or setting.mute,
+            "waited": setting.starved or setting.mute or setting.policy.replace_deadline_s is not None,
             "before they had a rank": self.bad_starts >= guards.FALSE_STARTS,
             "restarts that": setting.policy.max_restarts == agent.entered,
             "without a new step": len(self.troubled) >= setting.policy.same_step_limit,

@@ -7,7 +7,7 @@ move in it, and any one of them may be next. A move of a slow actor is put back 
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 from everstep.recovery.core.state import Phase
 from everstep.recovery.core.words import Incarnation, Policy, Roster
@@ -32,7 +32,7 @@ class Setting:
     policy: Policy = field(default_factory=lambda: Policy(3))
     unwrapped: bool = False  # a script that does not know us: a stop kills it, its exit with 0 completes it
     starved: bool = False  # once running, no fresh process ever starts
-    hale: bool = False  # no fresh process fails to start
+    hale: bool = False  # no fresh process fails to start, no health check fails
     sickly: bool = False  # half of the fresh processes fail at once
     lost_checkpoints: bool = False  # the last intended checkpoint never becomes durable
     mute: bool = False  # once running, the board answers nobody
@@ -58,6 +58,8 @@ class Setting:
             size,
             max_restarts=rng.randrange(4) if patience == "counted" else None,
             same_step_limit=3 if patience == "default" else 1000,
+            patience=5 if patience == "default" else 1000,
+            deaf=trouble == "unwrapped",
             stop_deadline_s=10.0,
             start_deadline_s=30.0 if trouble in ("starved", "mute") else FOREVER,
             drain_deadline_s=60.0 if trouble == "lost" else FOREVER,
@@ -81,6 +83,19 @@ class Setting:
             slow_drain=0.9997 if lags else rng.choice((0.0, 0.9)),
             slowness=(*(rng.choice((0.0, 0.0, 0.6, 0.95)) for _ in range(nodes)), laggard),
         )
+
+    @classmethod
+    def shrinking(cls, seed: int, ranks: int | None = None) -> "Setting":
+        """Draw a setting whose world may shrink, in which replacements often do not come."""
+        drawn, rng = cls.drawn(seed, ranks), random.Random(f"shrinking {seed}")
+        starved, awaited_s = rng.choice((True, True, False)), rng.choice((None, 0.0, 20.0))
+        policy = replace(
+            drawn.policy,
+            min_world_size=rng.randint(1, drawn.ranks),
+            replace_deadline_s=awaited_s,
+            start_deadline_s=30.0 if drawn.mute or (starved and awaited_s is None) else FOREVER,
+        )
+        return replace(drawn, policy=policy, starved=starved, spares=rng.choice((0, 0, 1)))
 
     def share(self, node: int) -> int:
         """Return how many ranks a node starts with."""

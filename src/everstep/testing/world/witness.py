@@ -29,8 +29,8 @@ Key = tuple[int, Incarnation]
 class Witness:
     """The memory of one agent's driver."""
 
-    def __init__(self, node: str, ranks: int) -> None:
-        self.node, self.ranks = node, ranks
+    def __init__(self, node: str, ranks: int, least: int | None = None) -> None:
+        self.node, self.ranks, self.least = node, ranks, least
         self.rosters: dict[int, Roster] = {}  # heard to have won
         self.announced: dict[Incarnation, str] = {}  # with the node of each
         self.arrivals: dict[Key, bool] = {}  # whether it came back clean
@@ -107,7 +107,9 @@ class Witness:
             i in self.deaths or (self.arrivals.get((after, i)) and i not in self.killed) for i in members
         ):
             yield f"a roster for generation {after}: everybody is accounted for"
-        if not enough and self.failures >= guards.FALSE_STARTS:
+        left = len(members) - gaps + len(list(self._standbys()))
+        may_shrink = self.least is not None and members and left >= min(self.least, len(members))
+        if not enough and not may_shrink and self.failures >= guards.FALSE_STARTS:
             yield "to give up: fresh processes fail"
 
     def _standbys(self) -> Iterable[Incarnation]:
@@ -132,7 +134,7 @@ class Witness:
     def open_question(self, event: Died | Wedged) -> bool:
         """Tell whether this explains an exception of somebody else, which was reported first."""
         who, told = event.incarnation, self.reports.get(self.entered, [])
-        if [f.kind for f in told] != ["exception"] or told[0].incarnation == who or who not in self.members:
+        if [f.victim for f in told] != [True] or told[0].incarnation == who or who not in self.members:
             return False
         return who not in self.deaths and who not in self.killed and (self.entered + 1, who) not in self.arrivals
 

@@ -27,15 +27,17 @@ class SimulatedWorker:
         self.completed: set[int] = set()  # generations
         self.status: int | None = None  # of its end
         self.wedged = self.stuck = self.dirty = self.ill = self.cut = False
+        self.bereaved = False  # what its function raises is that a peer is gone
         # What really goes on in it, whatever the table says.
         self.scripting = self.calling = self.cleaning = self.returning = self.leaving = False
         self.arrived_for = -1
-        self.on_stack = self.aborted = self.interrupted = self.blocked = False
+        self.preparing = self.finalizing = False  # the first part of the function; of cleaning
+        self.on_stack = self.aborted = self.interrupted = self.unwinding = self.blocked = False
         self.steps = 0
         self.outbox: deque[Word] = deque()
         self.inbox: deque[member.Event] = deque()
         self.on_word: Callable[[], None] = lambda: None  # its agent's move: read one word of the outbox
-        self.on_death: Callable[[], None] = lambda: None  # it ends before its work is done
+        self.on_death: Callable[[], None] = lambda: None
         self.bad_exit = 0
         self._peers = peers
 
@@ -76,8 +78,7 @@ class SimulatedWorker:
         """End, now; what was said before is read before the end is seen."""
         if self.alive:
             self.status = status
-            if status != 0 or self.own.generation not in self.completed:
-                self.on_death()
+            self.on_death()
             self.scene.tell(self, "ends with", status)
             self.say(None)
 
@@ -130,14 +131,15 @@ class SimulatedWorker:
         generation = self.own.generation
         self.steps = self.scene.start_of.setdefault(generation, self.scene.done)
         if self.own.phase is Phase.RUNNING:
-            self.on_stack, self.aborted, self.blocked = True, False, False
-            self._wake()
+            self.on_stack = self.preparing = True
+            self.aborted = self.unwinding = self.blocked = False
             self.scene.soon(self.act)
         else:
             self.step(member.Unwound())
 
     def _report_fault(self) -> None:
-        fault = Fault(self.own.generation, "exception", "worker", self.incarnation, self.rank, self.scene.done)
+        generation, step = self.own.generation, self.scene.done
+        fault = Fault(generation, "exception", "worker", self.incarnation, self.rank, step, victim=self.bereaved)
         self.say(Faulted(fault))
 
     def _report_completed(self) -> None:
@@ -154,15 +156,23 @@ class SimulatedWorker:
     def _clean(self) -> None:
         assert not self.on_stack, f"{self} is cleaned under its function"
         assert self.aborted, f"{self} is cleaned with its groups alive"
-        self.cleaning = True
-        self.scene.soon(self._cleaned)
+        self.cleaning = self.finalizing = True
+        self.scene.soon(self._finalized)
+
+    def _finalized(self) -> None:
+        if self.well:
+            self.finalizing = False
+            self.scene.soon(self._cleaned)
 
     def _cleaned(self) -> None:
+        if not self.well:
+            return
         self.cleaning = False
-        self.step(member.Unhealthy() if self.ill or self.scene.chance(0.15) else member.Healthy())
+        ill = self.ill or (not self.scene.setting.hale and self.scene.chance(0.15))
+        self.step(member.Unhealthy() if ill else member.Healthy())
         self.ill = False
         if self.returning:
-            self.scene.soon(lambda: self.die(self.bad_exit))
+            self.scene.soon(lambda: self._exit(self.bad_exit))
 
     def _arrive(self) -> None:
         assert not self.on_stack, f"{self} arrives with its function on the stack"
@@ -176,15 +186,20 @@ class SimulatedWorker:
         assert not self.on_stack, f"{self} returns with its function on the stack"
         self.returning = True
         if not self.cleaning:  # the main thread does both
-            self.scene.soon(lambda: self.die(self.bad_exit))
+            self.scene.soon(lambda: self._exit(self.bad_exit))
 
     def _leave(self) -> None:
         self.leaving = True
         self.scene.soon(self.act)
         left = 0 if self.rank is None else 1
-        self.scene.soon(lambda: self.die(left))
+        self.scene.soon(lambda: self._exit(left))
 
-    # Its function: `steps` collectives, each of which needs everybody.
+    def _exit(self, status: int) -> None:
+        """Come to the end of the script; a process that cannot run does not."""
+        if not self.wedged:
+            self.die(status)
+
+    # Its function: it makes its groups, then come `steps` collectives, each of which needs everybody.
 
     def act(self) -> None:
         """Go on with the function, if it can."""
@@ -194,10 +209,12 @@ class SimulatedWorker:
             self._end(self.scene.rng.choice((member.Returned(), member.Raised())))
             return
         if self.own.phase is not Phase.RUNNING:
-            if self.aborted and self.interrupted:
-                self._end(
-                    self.scene.rng.choice((member.Unwound(), member.Unwound(), member.Returned(), member.Raised()))
-                )
+            self._unwind()
+            return
+        if self.preparing:
+            self.preparing = False
+            self._wake()
+            self.scene.soon(self.act)
             return
         if self.steps >= self.scene.setting.steps:
             self._end(member.Returned())
@@ -209,13 +226,23 @@ class SimulatedWorker:
             self._wake()
             self.scene.soon(self.act)
         elif any(not p.alive for p in peers) and self.scene.chance(0.3):
-            self._end(member.Raised())  # connection lost
+            self.bereaved = True
+            self._end(member.Raised())
+            self.bereaved = False
         else:
             self.blocked = True
 
+    def _unwind(self) -> None:
+        """The interrupt is in the function: its own clean-up runs, then it ends one way or another."""
+        if self.unwinding:
+            self._end(self.scene.rng.choice((member.Unwound(), member.Unwound(), member.Returned(), member.Raised())))
+        elif self.aborted and self.interrupted:
+            self.unwinding = True
+            self.scene.soon(self.act)
+
     def with_us(self, generation: int, steps: int) -> bool:
         """Tell whether this one has come as far in the same generation."""
-        here = (self.on_stack and self.well) or generation in self.completed
+        here = (self.on_stack and self.well and not self.preparing) or generation in self.completed
         return here and self.own.generation == generation and self.steps >= steps
 
     def _wake(self) -> None:
@@ -226,11 +253,11 @@ class SimulatedWorker:
 
     def fail(self) -> None:
         """Raise an exception in the function."""
-        if self.on_stack and self.own.phase is Phase.RUNNING:
+        if self.on_stack and self.own.phase in (Phase.RUNNING, Phase.UNWINDING):
             self._end(member.Raised())
 
     def _end(self, event: member.Event) -> None:
-        self.on_stack = False
+        self.on_stack = self.preparing = False
         self.step(event)
 
 
@@ -248,8 +275,6 @@ class UnwrappedWorker(SimulatedWorker):
                 self.die(0)
             case member.Raised():
                 self.die(1)
-            case member.Told():
-                self.die(-15)
             case member.Excluded():
                 self.die(0)
             case _:

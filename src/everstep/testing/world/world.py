@@ -8,7 +8,7 @@ What a driver must keep to, and what this world therefore keeps to:
 * of one generation one roster wins, and every agent hears which.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,8 +24,6 @@ from everstep.recovery.core.words import (
     Enter,
     Event,
     Facts,
-    Fault,
-    Faulted,
     Finish,
     Incarnation,
     Kill,
@@ -36,10 +34,11 @@ from everstep.recovery.core.words import (
     Spawn,
     Stop,
     Ticked,
-    Wedged,
 )
 from everstep.recovery.core.world import Phase
+from everstep.testing.world.adversary import Adversary
 from everstep.testing.world.laws import Laws
+from everstep.testing.world.moments import Strike
 from everstep.testing.world.scene import Scene, Setting
 from everstep.testing.world.witness import Witness
 from everstep.testing.world.worker import SimulatedWorker, UnwrappedWorker
@@ -57,7 +56,7 @@ class SimulatedAgent:
         self.slowness = setting.slowness[number % len(setting.slowness)]
         policy = replace(setting.policy, local_world_size=self.share)
         self.view = world.begin(self.name, policy)
-        self.witness = Witness(self.name, setting.ranks)
+        self.witness = Witness(self.name, setting.ranks, policy.min_world_size)
         self.workers: list[SimulatedWorker] = []
         self.starting = 0
         self.letting_go = False
@@ -96,7 +95,11 @@ class SimulatedAgent:
         self.scene.tell(self.name, "ledger:", command.fault)
 
     def _stop(self, command: Stop) -> None:
-        self._tell(command.incarnation, member.Told(command.generation))
+        worker = self.scene.workers[command.incarnation]
+        if not self.scene.setting.unwrapped:
+            self._tell(command.incarnation, member.Told(command.generation))
+        elif worker.node == self.name:
+            self.scene.soon(lambda: worker.die(-9))  # stopped or not
 
     def _kill(self, command: Kill) -> None:
         self.scene.soon(lambda: self.scene.workers[command.incarnation].die(-9))
@@ -171,7 +174,7 @@ class SimulatedAgent:
         number = len(self.scene.workers)
         worker = kind(self.scene, self.name, len(self.workers), number, self.scene.peers)
         worker.on_word = lambda: self.read(worker)
-        worker.on_death = lambda: self.scene.laws.hurt(worker)
+        worker.on_death = lambda: self.scene.laws.died(worker)
         self.workers.append(worker)
         self.scene.workers[worker.incarnation] = worker
         if not setting.hale and self.scene.chance(0.5 if setting.sickly and self.view.roster else 0.02 / setting.ranks):
@@ -184,12 +187,13 @@ class SimulatedAgent:
 class SimulatedWorld(Scene):
     """Agents, workers, the board and the adversary."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, strikes: Sequence[Strike] = ()) -> None:
         super().__init__(setting)
-        self.workers: dict[Incarnation, SimulatedWorker] = {}
+        self.workers = dict[Incarnation, SimulatedWorker]()
         self.laws = Laws(self, self.workers)
-        self.harm_left = setting.harms
         self.moves = 0
+        self._proposed: list[Roster] | None = None  # waits for the next store; None: there is one
+        self.adversary = Adversary(self, strikes)
         self.agents = [SimulatedAgent(self, number) for number in range(setting.nodes + setting.idle_nodes)]
 
     def run(self) -> Iterable[End]:
@@ -201,9 +205,10 @@ class SimulatedWorld(Scene):
             self.moves += 1
             self.laws.require(self.moves < MOST_MOVES, "no end in sight")
             try:
-                self._adversary()
+                self._trouble()
                 if not self.draw():
                     self._wait()
+                self.adversary.look()
             except (ProtocolError, AssertionError, LookupError) as error:
                 raise type(error)(f"{error}\n{self.story()}") from error
         while self.draw():
@@ -226,6 +231,9 @@ class SimulatedWorld(Scene):
 
     def publish(self, roster: Roster) -> None:
         """Create-only compare-and-set; the winner is told to all."""
+        if self._proposed is not None:
+            self._proposed.append(roster)
+            return
         if roster.generation in self.board or (self.setting.mute and self.board):
             return
         self.board[roster.generation] = roster
@@ -256,70 +264,40 @@ class SimulatedWorld(Scene):
         for agent in self.agents:
             self.soon(partial(agent.hear, Ticked()), agent.slowness)
 
-    # The adversary.
-
-    def _adversary(self) -> None:
+    def _trouble(self) -> None:
+        """Time passes now and then, and the adversary does harm."""
         if self.chance(0.01):
             self.now += self.rng.choice((0.1, 3.0, 11.0))
             self._tick()
-        focused = any(a.view.phase is self.setting.focus for a in self.agents)
-        if self.harm_left and self.chance((1.0 if focused else 0.1) / (3 + self.setting.ranks)):
-            living = [w for w in self.workers.values() if w.alive and (self.board or self.chance(0.1))]
-            if living:
-                self._harm(self.rng.choice(living))
-        if self.setting.end_wanted and focused and not self.laws.reasons and self.chance(0.2):
-            self.laws.reasons.add("SIGTERM")
-            self.ask_to_end(EndRequested(143, "SIGTERM"))
+        self.adversary.act(focused=any(a.view.phase is self.setting.focus for a in self.agents))
 
-    def _harm(self, worker: SimulatedWorker) -> None:
-        harms = [self._kill, self._wedge, self._taint]
-        if not self.setting.unwrapped:
-            harms.append(self._cut)
-        if worker.on_stack and worker.well:
-            harms += [self._raise, self._raise, self._stick, self._leave]
-        if worker.well and worker.rank is not None and not worker.returning:
-            harms.append(self._alarm)
-        harm = self.rng.choice(harms)
-        self.tell("harm:", harm.__name__, worker)
-        self.harm_left -= 1
-        if harm != self._taint:
-            self.laws.hurt(worker)
-        harm(worker)
+    # What the adversary may do to it: see `Powers`.
 
-    def _kill(self, worker: SimulatedWorker) -> None:
-        worker.die(-9)
+    @property
+    def scene(self) -> Scene:
+        """See `Powers.scene`."""
+        return self
 
-    def _raise(self, worker: SimulatedWorker) -> None:
-        worker.fail()
-
-    def _leave(self, worker: SimulatedWorker) -> None:
-        worker.die(0)
-
-    def _cut(self, worker: SimulatedWorker) -> None:
-        """Its line to the agent breaks: it ends by itself. A script that does not know us has no line."""
-        worker.hear(member.LinkLost())
-
-    def _wedge(self, worker: SimulatedWorker) -> None:
-        worker.wedged = True
-        self._noticed(worker, Wedged(worker.incarnation, "", self.done))
-
-    def _stick(self, worker: SimulatedWorker) -> None:
-        """The function hangs where no interrupt reaches it; its agent sees that the page does not move."""
-        worker.stuck = True
-        self._alarm(worker)
-
-    def _alarm(self, worker: SimulatedWorker) -> None:
-        """Its page has not moved for a while, which may be nothing."""
-        fault = Fault(worker.own.generation, "stall", "page", worker.incarnation, worker.rank, self.done)
-        self._noticed(worker, Faulted(fault))
-
-    def _noticed(self, worker: SimulatedWorker, event: Event) -> None:
+    def notice(self, worker: SimulatedWorker, event: Event) -> None:
+        """See `Powers.notice`."""
         agent = next(a for a in self.agents if a.name == worker.node)
         self.soon(lambda: self.spread(event, agent) if worker.alive else None)
 
-    def _taint(self, worker: SimulatedWorker) -> None:
-        """It will not be itself when it comes back, or not end well."""
-        what = self.rng.choice(("dirty", "dirty", "ill", "ill", "bad"))
-        worker.dirty |= what == "dirty"
-        worker.ill |= what == "ill"
-        worker.bad_exit = 3 if what == "bad" else worker.bad_exit
+    def signal(self) -> None:
+        """See `Powers.signal`."""
+        self.laws.reasons.add("SIGTERM")
+        self.ask_to_end(EndRequested(143, "SIGTERM"))
+
+    def lose_board(self) -> None:
+        """See `Powers.lose_board`. Who waits in it to meet the others fails."""
+        self._proposed = []
+        for worker in self.workers.values():
+            if worker.well and worker.preparing and worker.on_stack:
+                self.laws.hurt(worker)
+                worker.fail()
+        self.soon(self._board_is_back, 0.9)
+
+    def _board_is_back(self) -> None:
+        proposed, self._proposed = self._proposed, None
+        for roster in proposed or ():
+            self.publish(roster)

@@ -128,3 +128,12 @@ def test_a_fragment_of_another_version_is_refused():
     body = json.loads(fragment(0).to_bytes()) | {"v": 2}
     with pytest.raises(CheckpointError, match="version is not 1"):
         Fragment.from_bytes(json.dumps(body).encode())
+
+
+def test_a_tensor_of_which_a_piece_was_not_written_is_no_checkpoint():
+    """Every rank has reported, and needs only what it wrote: without the count the hole would be loaded as it is."""
+    whole = [fragment(rank, world=3) for rank in range(3)]
+    holed = replace(whole[2], entries=(), needs=(whole[2].needs[1],))
+    with pytest.raises(CheckpointError, match="wrote 16 of the 24 elements of w"):
+        merge([*whole[:2], holed])
+    assert len(merge(whole).entries) == 4

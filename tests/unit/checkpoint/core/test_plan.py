@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from everstep.checkpoint.core.plan import Branch, Committed, Plan, Sealed, choose, living
+from everstep.checkpoint.core.plan import PATIENCE, Branch, Committed, Plan, Sealed, choose, living
 from everstep.checkpoint.core.rotation import ROTATING, Slot, grants
 from everstep.checkpoint.core.rotation import choose as choose_buffer
 
@@ -63,7 +63,7 @@ def test_what_no_generation_of_this_run_made_does_not_count():
     assert not living(sealed(0, 0, 3), [FIRST, Branch(0, 1, 3), Branch(1, 0, 2)])
 
 
-def test_a_world_of_another_size_does_not_count():
+def test_a_world_of_another_size_counts_with_all_of_its_ranks_alone():
     assert choose(2, [sealed(0, 0, 3, world=3), sealed(1, 0, 3, world=3)], [FIRST]).step is None
 
 
@@ -224,3 +224,139 @@ def test_over_many_faults_at_most_one_step_is_lost_and_lineages_never_mix(ranks)
 @pytest.mark.long
 def test_two_buffers_lose_every_step_at_some_kills():
     assert 0.001 < no_common_step(2, 5_000) / 5_000 < 0.2
+
+
+# A world of another size.
+
+
+def test_state_of_more_ranks_is_taken_where_all_who_kept_it_can_be_had():
+    held = [sealed(rank, 7 + rank, 25, world=3) for rank in range(3)]
+    disk = [Committed(20, "disk", {"path": "a"}, 3)]
+    plan = choose(2, held, [FIRST], disk)
+    assert (plan.step, plan.tier, plan.saved_by, plan.sources) == (25, "memory", 3, {0: 7, 1: 8, 2: 9})
+    assert plan.reason == ("step 25 from memory: the newest that all 3 ranks hold, of lineage 0.0; 2 ranks take it up")
+    assert (plan.unfit, plan.void) == ("", ())
+    assert choose(3, held, [FIRST], disk).reason.endswith("of lineage 0.0")
+
+
+def test_a_rank_s_part_that_is_lost_is_no_state_and_the_plan_says_so():
+    held = [sealed(0, 0, 25, world=3), sealed(2, 0, 25, world=3)]
+    nothing = choose(2, held, [FIRST])
+    assert (nothing.step, nothing.unfit) == (None, "step 25 in memory is of 3 ranks"), "never the beginning, silently"
+    plan = choose(2, held, [FIRST], [Committed(20, "disk", {}, 3)])
+    assert (plan.step, plan.saved_by) == (20, 3)
+    assert plan.reason == (
+        "step 20 from disk: memory holds no snapshot of rank 1 of 3; it was saved by 3 ranks, and 2 ranks take it up"
+    )
+
+
+def test_where_nobody_can_hand_out_the_others_parts_such_state_does_not_count():
+    held = [sealed(rank, 0, 25, world=3) for rank in range(3)]
+    unable = frozenset({"memory"})
+    assert choose(2, held, [FIRST], unable=unable).unfit == "step 25 in memory is of 3 ranks"
+    plan = choose(2, held, [FIRST], [Committed(10, "disk", {"path": "b"}, 2)], unable=unable)
+    assert (plan.step, plan.tier) == (10, "disk")
+    assert "step 25 in memory is of 3 ranks" in plan.reason
+    assert plan.void == ((0, 0), (1, 0), (2, 0))
+
+
+def test_a_newer_checkpoint_of_another_size_comes_before_an_older_one_of_this_size():
+    disk = [Committed(20, "disk", {"path": "a"}, 4), Committed(10, "disk", {"path": "b"}, 2)]
+    assert choose(2, [], [], disk).committed == disk[0]
+    equal = [Committed(20, "disk", {"path": "a"}, 4), Committed(20, "peer", {"path": "b"}, 2)]
+    assert choose(2, [], [], equal).committed == equal[1]
+
+
+def test_of_equal_steps_the_present_size_is_taken():
+    """The world of two has sealed in its own form what it took over; a rank of it died before its first step."""
+    branches = [FIRST, Branch(0, 1, 25)]
+    old = [sealed(rank, 0, 25, world=3) for rank in range(3)]
+    new = [sealed(rank, 5, 25, generation=1, parent=25) for rank in range(2)]
+    plan = choose(2, [*old, *new], branches)
+    assert (plan.saved_by, plan.sources) == (2, {0: 5, 1: 5})
+    half = choose(2, [*old, new[0]], branches)
+    assert (half.saved_by, half.sources) == (3, {0: 0, 1: 0, 2: 0})
+    assert choose(1, [*old, *new], branches).saved_by in (2, 3)
+
+
+def test_where_no_step_was_done_nothing_is_lost_with_a_world():
+    held = [sealed(rank, 0, 0, world=3) for rank in range(3)]
+    assert choose(2, held, [FIRST]).saved_by == 3
+    assert choose(2, held[:2], [FIRST]).unfit == ""
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_worlds_that_grow_and_shrink_never_combine_what_does_not_belong_together(seed):
+    """Each generation trains some steps in a world of another size, seals as it goes, and loses some buffers."""
+    rng, branches, held = random.Random(seed), [], []
+    progress = -1
+    for generation in range(12):
+        world = rng.randint(1, 4)
+        disk = [Committed(step, "disk", {}, rng.randint(1, 4)) for step in rng.sample(range(40), 1)]
+        disk = [c for c in disk if c.step <= progress]
+        plan = choose(world, held, branches, disk)
+        if plan.tier == "memory":
+            chosen = [s for s in held if plan.sources.get(s.rank) == s.buffer]
+            assert {s.rank for s in chosen} == set(range(plan.saved_by))
+            assert {(s.step, s.world_size) for s in chosen} == {(plan.step, plan.saved_by)}
+            assert len({(s.epoch, s.generation, s.parent) for s in chosen}) == 1
+        elif plan.tier == "disk":
+            assert plan.saved_by == plan.committed.world_size
+        held = [s for s in held if (s.rank, s.buffer) not in plan.void]
+        branches.append(Branch(0, generation, plan.parent))
+        begin = progress = max(plan.parent, 0)
+        for step in range(begin + 1, begin + 1 + rng.randint(0, 4)):
+            for rank in range(world):
+                buffer = generation * 100 + step % 4
+                held = [s for s in held if (s.rank, s.buffer) != (rank, buffer)]
+                held.append(sealed(rank, buffer, step, generation, plan.parent, world))
+            progress = step
+        held = [s for s in held if rng.random() > 0.1]
+
+
+# A state that nobody gets away from (CL-17).
+
+
+def again(count: int, parent: int) -> list[Branch]:
+    return [FIRST, *[Branch(0, n + 1, parent) for n in range(count)]]
+
+
+def test_a_state_in_memory_from_which_nobody_comes_further_is_left_for_a_durable_one():
+    held = [sealed(rank, 0, 25) for rank in range(2)]
+    disk = [Committed(20, "disk", {"path": "a"}, 2)]
+    assert choose(2, held, again(PATIENCE - 1, 25), disk).tier == "memory"
+    plan = choose(2, held, again(PATIENCE, 25), disk)
+    assert (plan.step, plan.tier, plan.void) == (20, "disk", ((0, 0), (1, 0)))
+    assert plan.reason.endswith(
+        "step 25 in memory is suspected: 4 generations in a row began from it and came no further"
+    )
+
+
+def test_without_a_durable_one_an_older_one_in_memory_is_taken_and_the_last_one_stays():
+    held = [sealed(rank, buffer, step) for rank in range(2) for buffer, step in enumerate((24, 25))]
+    plan = choose(2, held, again(PATIENCE, 25))
+    assert (plan.step, plan.sources) == (24, {0: 0, 1: 0})
+    last = choose(2, [sealed(rank, 0, 25) for rank in range(2)], again(PATIENCE + 3, 25))
+    assert last.step == 25, "the budget of restarts ends it"
+
+
+def test_progress_between_faults_is_no_suspicion():
+    held = [sealed(rank, 0, 26, generation=5, parent=25) for rank in range(2)]
+    branches = [*again(4, 25), Branch(0, 5, 25)]
+    assert choose(2, held, branches, [Committed(20, "disk", {}, 2)]).step == 26
+
+
+@pytest.mark.parametrize(
+    ("inventory", "step"),
+    [
+        ({0: {30, 40}, 1: {20, 30}, 2: {20, 40, 30}}, 30),
+        ({0: {30, 40}, 1: {20, 30}, 2: {20, 40}}, None),  # 30 of rank 2 is bad
+        ({0: {40}, 1: {30}, 2: {30, 40}}, None),
+        ({0: {30}, 1: {30}, 2: set()}, None),
+    ],
+)
+def test_the_newest_in_the_intersection_not_the_least_of_the_latest(inventory, step):
+    """CL-20. Where there is none, the durable one."""
+    held = [sealed(rank, at, at, world=3) for rank, steps in inventory.items() for at in steps]
+    plan = choose(3, held, [FIRST], [Committed(10, "disk", {}, 3)])
+    assert (plan.step, plan.tier) == ((step, "memory") if step else (10, "disk"))

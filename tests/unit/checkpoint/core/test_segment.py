@@ -3,8 +3,20 @@
 import random
 
 import pytest
+import xxhash
 
-from everstep.checkpoint.core.segment import HEADER_BYTES, Header, needed_bytes, parse, seal, unseal, write
+from everstep.checkpoint.core.segment import (
+    HEADER_BYTES,
+    Header,
+    checksum_of,
+    needed_bytes,
+    parse,
+    put_checksum,
+    seal,
+    unseal,
+    wound,
+    write,
+)
 
 META = b'{"v":1,"sections":[]}'
 
@@ -90,3 +102,38 @@ def test_noise_never_raises():
         assert isinstance(parse(buffer), str)
         buffer[:8] = b"EVERSNAP"
         assert isinstance(parse(buffer), str)
+
+
+def hashed() -> bytearray:
+    buffer = sealed()
+    put_checksum(buffer, 7, xxhash.xxh3_64_intdigest(bytes(buffer[HEADER_BYTES : HEADER_BYTES + 1000])))
+    return buffer
+
+
+def test_a_copy_says_whether_it_is_sealed_or_hashed():
+    assert checksum_of(sealed(), parse(sealed())) is None
+    buffer = hashed()
+    assert checksum_of(buffer, parse(buffer)) == xxhash.xxh3_64_intdigest(bytes(1000))
+    assert wound(buffer, parse(buffer)) == wound(sealed(), parse(sealed())) == ""
+
+
+@pytest.mark.parametrize("at", [0, 1, 500, 999])
+def test_every_flipped_byte_of_a_hashed_payload_is_noticed(at):
+    buffer = hashed()
+    buffer[HEADER_BYTES + at] ^= 0x10
+    assert "bytes were changed in memory" in wound(buffer, parse(buffer))
+
+
+def test_a_checksum_is_of_its_own_snapshot_alone():
+    """The next snapshot in the buffer, a torn checksum, a revoked one: only sealed, never wounded."""
+    buffer = hashed()
+    unseal(buffer)
+    write(buffer, header(sequence=8), META)
+    buffer[HEADER_BYTES] ^= 1
+    seal(buffer, 8)
+    assert checksum_of(buffer, parse(buffer)) is None
+    for place in range(512, 536):
+        torn = hashed()
+        torn[place] ^= 1
+        assert checksum_of(torn, parse(torn)) is None
+        assert wound(torn, parse(torn)) == ""

@@ -1,5 +1,7 @@
 """From facts to ranks, and whether to go on: decisions with their reasons."""
 
+from dataclasses import replace
+
 import pytest
 
 from everstep.recovery.core import assignment, policy
@@ -97,6 +99,65 @@ def test_progress_is_what_counts(steps, go_on, reason):
     assert reason in verdict.reason
 
 
+def test_an_endless_fault_is_told_once_with_its_count():
+    (same,) = {Fault(0, "exception", "worker", rank=1, step=4, text="ZeroDivisionError: division by zero")}
+    reason = policy.decide(Policy(2), 2, [replace(same, generation=g) for g in range(3)]).reason
+    told = "exception of rank 1 after step 4 (ZeroDivisionError: division by zero), in generations 0-2"
+    assert reason == f"3 faults in a row without a new step in between, the last: {told}"
+
+
+def test_faults_that_differ_are_told_one_by_one():
+    """Three alike end it, not necessarily one after the other; of a stack only its first line is told."""
+    a = Fault(3, "exception", "worker", rank=0, step=4, text="ValueError: a\nand more")
+    b = Fault(4, "death", "agent", rank=1, step=4, text="ended by signal 9")
+    row = [replace(a, step=2), replace(a, generation=3), b, replace(a, generation=5), replace(b, generation=6)]
+    assert policy.decide(Policy(2), 6, row).go_on
+    verdict = policy.decide(Policy(2), 7, [*row, replace(a, generation=7)])
+    assert not verdict.go_on
+    assert verdict.reason.splitlines() == [
+        "5 faults in a row without a new step in between, 3 of them alike, the last: "
+        "exception of rank 0 after step 4 (ValueError: a)",
+        "  generation 3: exception of rank 0 after step 4 (ValueError: a)",
+        "  generation 4: death of rank 1 after step 4 (ended by signal 9)",
+        "  generation 5: exception of rank 0 after step 4 (ValueError: a)",
+        "  generation 6: death of rank 1 after step 4 (ended by signal 9)",
+        "  generation 7: exception of rank 0 after step 4 (ValueError: a)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (("exception", 0, "a"), ("exception", 0, "b"), True),
+        (("exception", 0, "a"), ("exception", 1, "a"), True),
+        (("exception", 0, "a"), ("exception", 1, "b"), False),
+        (("exception", 0, ""), ("exception", 1, ""), False),
+        (("death", 0, "ended by signal 9"), ("death", 1, "ended by signal 9"), False),
+        (("death", 0, "ended by signal 9"), ("exception", 0, "ended by signal 9"), False),
+        (("stall", 0, "after 3 s"), ("stall", 1, "after 4 s"), True),
+    ],
+)
+def test_what_may_be_the_same_again(one, other, same):
+    first, second = (Fault(0, kind, "worker", rank=rank, text=text) for kind, rank, text in (one, other))
+    assert policy.alike(first, second) is policy.alike(second, first) is same
+
+
+def test_patience_ends_too_and_long_stories_are_cut():
+    row = [Fault(g, "death", "agent", rank=g % 20, step=1, attempted=False) for g in range(20)]
+    assert policy.decide(Policy(20), 8, row[:9]).go_on
+    assert not policy.decide(Policy(20), 9, row[:10]).go_on
+    reason = policy.decide(Policy(20, max_restarts=19), 19, row).reason
+    assert "all 19 restarts" in reason
+    assert reason.splitlines()[1] == "  8 others before these"
+    assert len(reason.splitlines()) == 2 + policy.MOST_TOLD
+    assert reason.endswith("generation 19: death of rank 19 after step 1, before the generation was entered")
+
+
+def test_what_nobody_could_attempt_is_no_attempt():
+    early = [Fault(g, "death", "agent", rank=1, step=4, attempted=False) for g in range(5)]
+    assert policy.decide(Policy(2), 4, early).go_on
+
+
 @pytest.mark.parametrize(("generation", "go_on"), [(0, True), (1, True), (2, False)])
 def test_a_number_given_is_for_the_whole_job(generation, go_on):
     verdict = policy.decide(Policy(2, max_restarts=2), generation, faults(1, 2, 3)[: generation + 1])
@@ -110,3 +171,10 @@ def test_a_script_that_fails_before_the_call_is_not_started_again():
     assert not verdict.go_on
     assert verdict.reason.endswith("script of rank 1 (ended with status 1)")
     assert policy.decide(Policy(2, max_restarts=1), 0, failed).go_on, "a number is a number, as torchrun means it"
+
+
+def test_a_gap_that_nobody_fills_is_closed_and_those_above_move_down():
+    old = start(a=1, b=1, c=1, d=1)
+    new = assignment.following(old, survivors(old, 0, 2, 3), {})
+    assert [(m.rank, m.node, m.why) for m in new.members] == [(0, "a", "kept"), (1, "c", "kept"), (2, "d", "kept")]
+    assert new.reason == "generation 1: 3 ranks go on; rank 1 of the last one is lost"

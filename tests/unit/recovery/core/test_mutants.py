@@ -18,10 +18,11 @@ from everstep.testing.world import Setting, SimulatedWorld
 from everstep.testing.world import world as simulation
 
 SEEDS = (
-    107, 198, 200, 214, 399, 715, 897, 906, 915, 939, 995, 1097, 1163, 1239, 1304, 1488, 1548, 1716, 2088, 2112, 2202,
-    2349, 2365, 2475, 2514, 2573, 2604, 2684, 3113, 3523, 3759, 4425, 4462, 4497, 4510, 4723, 4759, 4925, 5012, 5049,
-    5134, 5426, 5486, 5851, 5916,
+    123, 311, 399, 513, 640, 842, 846, 897, 947, 1082, 1097, 1210, 1218, 1239, 1488, 1502, 1552, 2017, 2088, 2202,
+    2297, 2484, 2514, 3059, 3113, 3701, 3784, 3856, 4049, 4384, 4474, 5012, 5054, 5115, 5124, 5134, 5486, 5669, 5681,
+    5818, 5831, 5919,
 )  # fmt: skip
+SHRINKING = (149, 165)  # of worlds that may shrink
 WORLD, MEMBER = world.TRANSITIONS, member.TRANSITIONS
 Cell = tuple[str, ...]
 
@@ -127,30 +128,30 @@ class Spied(dict[Any, Any]):
         return super().get(event, default)
 
 
-def seeds_by_cell(seeds: Iterable[int]) -> dict[Cell, list[int]]:
-    """Run every seed once; return which come to which cell, cheap ones first."""
-    came: dict[Cell, list[tuple[int, int]]] = defaultdict(list)
-    for seed in seeds:
+def settings_by_cell(settings: Iterable[Setting]) -> dict[Cell, list[Setting]]:
+    """Run every setting once; return which come to which cell, cheap ones first."""
+    came: dict[Cell, list[tuple[int, int, Setting]]] = defaultdict(list)
+    for number, setting in enumerate(settings):
         seen = Seen()
         world.TRANSITIONS, member.TRANSITIONS = seen.tables()
-        run = SimulatedWorld(Setting.drawn(seed))
+        run = SimulatedWorld(setting)
         run.run()
         for cell in seen:
-            came[cell].append((run.moves, seed))
+            came[cell].append((run.moves, number, setting))
     world.TRANSITIONS, member.TRANSITIONS = WORLD, MEMBER
-    return {cell: [seed for _, seed in sorted(costs)] for cell, costs in came.items()}
+    return {cell: [setting for _, _, setting in sorted(costs)] for cell, costs in came.items()}
 
 
-def killer(mutant: Mutant, seeds: Iterable[int]) -> int | None:
-    """Return the first seed under which the mutant is found out."""
+def killer(mutant: Mutant, settings: Iterable[Setting]) -> Setting | None:
+    """Return the first setting under which the mutant is found out."""
     of = world if mutant.cell[0] == "world" else member
     real, of.TRANSITIONS = of.TRANSITIONS, mutant.table
     try:
-        for seed in seeds:
+        for setting in settings:
             try:
-                SimulatedWorld(Setting.drawn(seed)).run()
+                SimulatedWorld(setting).run()
             except Exception:  # noqa: BLE001  # whatever gives it away
-                return seed
+                return setting
         return None
     finally:
         of.TRANSITIONS = real
@@ -158,7 +159,7 @@ def killer(mutant: Mutant, seeds: Iterable[int]) -> int | None:
 
 @pytest.fixture(scope="module")
 def came():
-    return seeds_by_cell(SEEDS)
+    return settings_by_cell([*map(Setting.drawn, SEEDS), *map(Setting.shrinking, SHRINKING)])
 
 
 @pytest.fixture(autouse=True)
@@ -183,8 +184,8 @@ def test_what_is_said_to_be_the_same_is_a_mutant():
 def look_for_seeds(most: int) -> None:
     """Print seeds that kill all mutants, and the mutants that none of `most` seeds kills."""
     simulation.MOST_MOVES = 20_000
-    came = seeds_by_cell(range(most))
-    chosen: list[int] = []
+    came = settings_by_cell(draw(seed) for draw in (Setting.drawn, Setting.shrinking) for seed in range(most))
+    chosen: list[Setting] = []
     different = (m for m in (*of_member(), *of_world()) if m.name not in SAME)
     for mutant in sorted(different, key=lambda m: len(came.get(m.cell, ()))):
         there = came.get(mutant.cell, [])
@@ -193,7 +194,8 @@ def look_for_seeds(most: int) -> None:
             print("lives:", mutant.name, f"({len(there)} seeds come to its cell)", flush=True)
         elif kill not in chosen:
             chosen.append(kill)
-    print(tuple(sorted(chosen)))
+    for shrinking in (False, True):
+        print(sorted(s.seed for s in chosen if (s.policy.min_world_size is not None) is shrinking))
 
 
 if __name__ == "__main__":

@@ -46,10 +46,42 @@ def test_every_harm_is_survived_where_nothing_forbids_it():
     """With endless patience, processes to spare and a board that answers, only a bad exit spoils a job."""
     for seed in range(60):
         drawn = Setting.drawn(seed, ranks=3)
-        setting = replace(drawn, policy=Policy(3, same_step_limit=1000, start_deadline_s=1e9, drain_deadline_s=1e9))
-        setting = replace(setting, starved=False, sickly=False, mute=False, lost_checkpoints=False, end_wanted=False)
+        endless = {"max_restarts": None, "same_step_limit": 1000, "patience": 1000}
+        policy = replace(drawn.policy, **endless, start_deadline_s=1e9, drain_deadline_s=1e9)
+        setting = replace(
+            drawn, policy=policy, starved=False, sickly=False, mute=False, lost_checkpoints=False, end_wanted=False
+        )
         for end in SimulatedWorld(setting).run():
             assert end.code == 0 or "after all had completed" in end.reason or "before they had a rank" in end.reason
+
+
+@pytest.mark.parametrize("first", range(0, 300, 30))
+def test_any_seed_where_the_world_may_shrink(first):
+    for seed in range(first, first + 30):
+        SimulatedWorld(Setting.shrinking(seed)).run()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "part"), [(ranks, part) for ranks in (None, *SIZES) for part in range(5)])
+def test_thousands_of_seeds_where_the_world_may_shrink(ranks, part):
+    many = 5 * SIZES.get(ranks, 200)
+    for seed in range(10_000 + part * many, 10_000 + (part + 1) * many):
+        SimulatedWorld(Setting.shrinking(seed, ranks)).run()
+
+
+def test_a_world_that_may_shrink_to_one_goes_on_to_the_end():
+    """Nobody comes in the place of the lost: it ends well with whoever is left, or for want of anybody."""
+    sizes = set()
+    policy = Policy(3, same_step_limit=1000, patience=1000, min_world_size=1, replace_deadline_s=0.0)
+    for seed in range(40):
+        world = SimulatedWorld(Setting(seed, spares=0, harms=4, policy=policy, starved=True, hale=True))
+        (end,) = world.run()
+        left = len([roster for _, roster in sorted(world.board.items()) if roster.members][-1].members)
+        nobody = f"fresh processes for {left} of {left} ranks" in end.reason
+        assert end.code == 0 or nobody or "after all had completed" in end.reason
+        if end.code == 0:
+            sizes.add(left)
+    assert sizes == {1, 2, 3}
 
 
 def test_the_same_seed_is_the_same_run():

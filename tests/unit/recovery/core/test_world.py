@@ -68,9 +68,9 @@ class Agent:
         generation = self.world.generation
         return self.say(*(Arrived(generation, proc(n), facts(n, fresh=False, **more)) for n in numbers))
 
-    def raise_in(self, number, step=None):
+    def raise_in(self, number, step=None, **more):
         rank = self.world.ranks[proc(number)]
-        return self.say(Faulted(Fault(self.world.generation, "exception", "worker", proc(number), rank, step)))
+        return self.say(Faulted(Fault(self.world.generation, "exception", "worker", proc(number), rank, step, **more)))
 
     def complete(self, *numbers):
         return self.say(*(Completed(self.world.generation, proc(n)) for n in numbers))
@@ -212,15 +212,77 @@ def test_a_wedged_spare_is_killed_without_a_fault():
 )
 def test_a_death_explains_the_lost_connection_that_was_reported_first(event, kind):
     agent = Agent(2, spares=1)
-    agent.raise_in(0, step=6)
+    agent.raise_in(0, step=6, victim=True)
     better = agent.say(event)[0]
     assert better == Report(replace(better.fault, kind=kind, incarnation=proc(1), rank=1, step=6))
     assert agent.world.causes == (better.fault,)
 
 
+def test_those_that_a_stop_ends_explain_nothing():
+    """A script that does not know us: its processes are killed for the exception of one, which stays the cause."""
+    agent = Agent(3, deaf=True)
+    assert kinds(agent.raise_in(1)) == ["Report", "Stop", "Stop", "Stop"]
+    orders = agent.say(*(Died(proc(n), -9) for n in range(3)))
+    assert "Report" not in kinds(orders)
+    assert agent.world.causes[-1].kind == "exception"
+    assert kinds(orders) == ["Spawn", "Spawn", "Spawn"]
+
+
+def test_one_that_was_dying_before_a_stop_ended_the_others_is_the_cause():
+    """Its peer has told of the broken connection before its own agent could reap it."""
+    agent = Agent(3, deaf=True)
+    agent.raise_in(0, victim=True)
+    agent.say(Died(proc(2), -9))
+    (report,) = (o.fault for o in agent.say(Died(proc(1), -9, unasked=True)) if isinstance(o, Report))
+    assert (report.kind, report.rank, report.incarnation) == ("death", 1, proc(1))
+    assert agent.world.causes == (report,)
+    assert "Report" not in kinds(agent.say(Died(proc(0), 1, unasked=True)))
+
+
+@pytest.mark.parametrize(
+    ("death", "attempted"),
+    [(Died(proc(1), -9), True), (Died(proc(1), -9, generation=1), True), (Died(proc(1), -9, generation=0), False),
+     (Died(proc(1), -9, "fresh"), False)],
+)  # fmt: skip
+def test_a_death_before_the_entry_was_nobody_s_attempt(death, attempted):
+    agent = Agent(2, spares=2)
+    agent.raise_in(0, step=3)
+    agent.arrive(0, 1)
+    (report,) = (order.fault for order in agent.say(death) if isinstance(order, Report))
+    assert (report.generation, report.kind, report.attempted) == (1, "death", attempted)
+
+
+@pytest.mark.parametrize("event", [Died(proc(1), -9), Died(proc(1), 0), Wedged(proc(1))])
+def test_a_second_fault_is_not_the_cause_of_an_exception_that_says_more(event):
+    agent = Agent(2, spares=2)
+    agent.raise_in(0, step=6, text="ValueError: the batch is bad")
+    assert "Report" not in kinds(agent.say(event))
+    assert [fault.text for fault in agent.world.causes] == ["ValueError: the batch is bad"]
+
+
+@pytest.mark.parametrize("first", ["the exception", "the death"])
+def test_a_death_that_is_known_comes_before_what_a_victim_says(first):
+    """Both come before the generation is entered here, in whatever order."""
+    agent = Agent(2, spares=1)
+    agent.raise_in(1)
+    news = [Faulted(Fault(1, "exception", "worker", proc(0), 0, victim=True)), Died(proc(1), -9, "running", 3, 1)]
+    for event in news if first == "the exception" else reversed(news):
+        agent.world, _ = step(agent.world, event, 0.0)
+    agent.world, (publish,) = step(agent.world, Arrived(1, proc(0), facts(0, fresh=False)), 0.0)
+    was = Roster(0, 1, (publish.roster.members[0], agent.world.members[1]))
+    agent.world, orders = step(agent.world, Published(was), 0.0)
+    assert [o.fault.kind for o in orders if isinstance(o, Report)] == ["death"]
+
+
+def test_what_a_victim_says_counts_where_nothing_else_is_known():
+    agent = Agent(2)
+    (report, *_) = agent.raise_in(0, victim=True)
+    assert (report.fault.kind, report.fault.rank) == ("exception", 0)
+
+
 def test_a_death_that_explains_nothing_is_not_reported():
     agent = Agent(3, spares=3, stop_deadline_s=1)
-    agent.raise_in(0)
+    agent.raise_in(0, victim=True)
     assert agent.say(Died(proc(0), -9)) == [], "the one that raised"
     agent.arrive(1)
     assert agent.say(Died(proc(1), -9)) == [], "it had come back: another fault"
@@ -274,7 +336,32 @@ def test_a_bad_exit_after_the_end_is_no_restart():
     agent = Agent(2)
     agent.complete(0, 1)
     agent.say(Drained(0))
-    assert agent.say(Died(proc(1), 3)) == [End(1, "rank 1 ended with status 3 after all had completed")]
+    assert agent.say(Died(proc(1), 3)) == [], "rank 0 may be writing its results"
+    (end,) = agent.say(Died(proc(0), 0))
+    assert (end.code, end.reason.partition(":")[0]) == (1, "rank 1 ended with status 3 after all had completed")
+
+
+def test_others_that_do_not_end_are_not_waited_for_for_ever():
+    """Rank 0 may wait for rank 1 in a kernel of NCCL, which burns CPU and never ends."""
+    agent = Agent(2, finish_deadline_s=1800)
+    agent.complete(0, 1)
+    agent.say(Drained(0))
+    assert wake_at(agent.world) is None
+    agent.now = 5
+    agent.say(Died(proc(1), -9))
+    assert wake_at(agent.world) == 1805
+    agent.now = 1805
+    (end,) = agent.say(Ticked())
+    assert end.code == 1
+    assert end.reason.endswith("; rank 0 had not ended 1800 s later")
+
+
+def test_every_bad_exit_after_the_end_is_told():
+    agent = Agent(3)
+    agent.complete(0, 1, 2)
+    agent.say(Drained(0), Died(proc(2), -9), Died(proc(0), 0))
+    (end,) = agent.say(Died(proc(1), 1))
+    assert end.reason.startswith("rank 1 ended with status 1 and rank 2 ended with status -9 after all had completed: ")
 
 
 def test_checkpoints_that_do_not_come_are_given_up_by_name():
@@ -337,7 +424,8 @@ def test_no_process_to_go_on_with_is_the_fault_of_the_node():
     agent.say(Died(proc(0), -9))
     assert wake_at(agent.world) == 67
     agent.now = 67
-    assert agent.say(Ticked()) == [End(75, "generation 1 waited 60 s for fresh processes for 1 of 1 ranks")]
+    story = "; before it, death of rank 0 (ended by signal 9)"
+    assert agent.say(Ticked()) == [End(75, f"generation 1 waited 60 s for fresh processes for 1 of 1 ranks{story}")]
 
 
 def test_a_process_that_cannot_be_killed_ends_the_job():
@@ -347,7 +435,7 @@ def test_a_process_that_cannot_be_killed_ends_the_job():
     agent.now = 60
     kill, end = agent.say(Ticked())
     assert isinstance(kill, Kill)
-    assert end == End(75, "generation 1 waited 60 s for the death of rank 1 (boot.1.0)")
+    assert end == End(75, "generation 1 waited 60 s for the death of rank 1 (boot.1.0); before it, exception of rank 0")
 
 
 def test_a_store_that_does_not_answer_ends_the_job():
@@ -356,9 +444,98 @@ def test_a_store_that_does_not_answer_ends_the_job():
     agent.world, _ = step(agent.world, Arrived(1, proc(0), facts(0, fresh=False)), 0.0)
     assert wake_at(agent.world) == 60
     agent.now = 60
-    assert agent.say(Ticked()) == [
-        End(75, "generation 1 waited 60 s for an answer from the store that holds the rosters")
-    ]
+    (end,) = agent.say(Ticked())
+    lacking = "an answer from the store that holds the rosters"
+    assert end == End(75, f"generation 1 waited 60 s for {lacking}; before it, exception of rank 0")
+
+
+# Where no replacement comes.
+
+
+def sizes(agent):
+    return [(m.rank, m.incarnation.pid) for m in agent.world.members]
+
+
+def test_a_spare_that_is_there_keeps_the_size_of_a_world_that_may_shrink():
+    agent = Agent(3, spares=1, min_world_size=1, replace_deadline_s=0.0)
+    agent.say(Died(proc(1), -9))
+    agent.arrive(0, 2)
+    assert sizes(agent) == [(0, 0), (1, 3), (2, 2)]
+
+
+def test_without_one_the_world_shrinks_after_the_time_that_was_given():
+    agent = Agent(4, min_world_size=2, replace_deadline_s=20.0)
+    agent.now = 5
+    assert Spawn(1) in agent.say(Died(proc(1), -9))
+    agent.arrive(0, 2, 3)
+    assert agent.world.phase is Phase.GATHERING
+    assert wake_at(agent.world) == 25
+    agent.now = 25
+    assert kinds(agent.say(Ticked())) == ["Publish", "Enter"]
+    assert sizes(agent) == [(0, 0), (1, 2), (2, 3)], "those above the gap move down"
+    assert agent.world.roster.reason == "generation 1: 3 ranks go on; rank 1 of the last one is lost"
+
+
+def test_a_replacement_that_comes_in_time_keeps_its_size():
+    agent = Agent(2, min_world_size=1, replace_deadline_s=20.0)
+    agent.say(Died(proc(1), -9))
+    agent.arrive(0)
+    agent.now = 19
+    assert agent.say(Ticked()) == []
+    assert kinds(agent.say(Announced(proc(7), facts(7)))) == ["Publish", "Enter"]
+    assert sizes(agent) == [(0, 0), (1, 7)]
+
+
+def test_the_time_runs_from_the_last_loss():
+    """Killed after 10 s for it did not leave; the spare that was to take its rank is lost at 18 s."""
+    agent = Agent(2, spares=1, min_world_size=1, replace_deadline_s=15.0)
+    agent.raise_in(0)
+    agent.arrive(0)
+    agent.now = 10
+    assert kinds(agent.say(Ticked())) == ["Kill"]
+    agent.say(Died(proc(2), -9, "fresh"))
+    agent.now = 18
+    agent.say(Died(proc(1), -9))
+    assert (agent.world.phase, wake_at(agent.world)) == (Phase.GATHERING, 33)
+
+
+def test_nobody_is_awaited_where_fresh_processes_fail():
+    agent = Agent(3, min_world_size=2, replace_deadline_s=600.0)
+    agent.say(Died(proc(1), -9))
+    agent.arrive(0, 2)
+    for number in (3, 4):
+        assert agent.say(Died(proc(number), 7, "fresh")) == [Spawn(1)]
+    assert kinds(agent.say(Died(proc(5), 7, "fresh"))) == ["Publish", "Enter"]
+    assert sizes(agent) == [(0, 0), (1, 2)]
+
+
+def test_too_few_are_waited_for_and_then_the_job_ends_with_its_story():
+    agent = Agent(3, min_world_size=2, replace_deadline_s=20.0)
+    agent.say(Died(proc(1), -9, step=4), Died(proc(2), -9))
+    agent.arrive(0)
+    assert wake_at(agent.world) == 20
+    agent.now = 20
+    text = "generation 1 waited 20 s for fresh processes for 2 of 3 ranks and may not go on with fewer than 2"
+    story = "; before it, death of rank 1 after step 4 (ended by signal 9)"
+    assert agent.say(Ticked()) == [End(75, text + story)]
+
+
+def test_a_time_without_leave_to_shrink_ends_the_job():
+    agent = Agent(2, replace_deadline_s=0.0)
+    agent.say(Died(proc(1), -9))
+    (end,) = agent.arrive(0)
+    assert end.code == 75
+
+
+def test_a_world_that_has_shrunk_shrinks_on_and_no_further_than_it_may():
+    agent = Agent(4, min_world_size=2, replace_deadline_s=0.0, start_deadline_s=50)
+    for at in range(2):
+        agent.say(Died(proc(agent.holders[0]), -9, step=at + 1))
+        agent.arrive(*agent.holders[1:])
+    assert sizes(agent) == [(0, 2), (1, 3)]
+    agent.say(Died(proc(2), -9, step=9))
+    (end,) = agent.arrive(3)
+    assert "fresh processes for 1 of 2 ranks and may not go on with fewer than 2" in end.reason
 
 
 @pytest.mark.parametrize("phase", Phase)

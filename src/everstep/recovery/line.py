@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from everstep.launcher.agent.loop import Loop
+from everstep.process.loop import Loop
 from everstep.recovery.link import Link, LinkClosed
 
 MOST_QUEUED = 4096
@@ -16,12 +16,19 @@ MOST_QUEUED = 4096
 class Line:
     """One of our ends, watched by the loop."""
 
-    def __init__(self, loop: Loop, link: Link, on_message: Callable[[dict[str, Any], list[int]], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        link: Link,
+        on_message: Callable[[dict[str, Any], list[int]], None],
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._loop = loop
         self._link = link
-        self._on_message = on_message
+        self._on_message, self._on_end = on_message, on_end
         self._queue: deque[tuple[Mapping[str, Any], list[int]]] = deque()
         self.open = True
+        self.ended = False  # the other side has hung up
         link.setblocking(False)
         loop.watch(link.fileno(), self._read)
 
@@ -55,7 +62,10 @@ class Line:
             except BlockingIOError:
                 return
             except LinkClosed:
-                self._loop.unwatch(self._link.fileno())
+                if not self.ended:
+                    self.ended = True
+                    self._loop.unwatch(self._link.fileno())
+                    self._on_end()
                 return
             except ValueError:  # not JSON, or cut: one bad packet never ends the agent
                 continue

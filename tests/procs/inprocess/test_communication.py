@@ -21,7 +21,7 @@ class Worker:
     def __init__(self, rank, port, world=2):
         import torch.distributed as dist
 
-        from everstep.inprocess.abort import Communication
+        from everstep.inprocess.communication import Communication
         from everstep.inprocess.interrupt import Interrupter
 
         self.dist, self.rank, self.port, self.world = dist, rank, port, world
@@ -60,6 +60,7 @@ class Worker:
         thread.join()
         began = time.monotonic()
         self.communication.finish()
+        self.communication.let_go()
         return {
             "seconds": ended - told["at"],  # negative where a peer's abort has ended it already
             "severed": told["aborted"].severed,
@@ -278,10 +279,10 @@ def no_hook(rank, port):
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    from everstep.inprocess import abort
+    from everstep.inprocess import communication as module
 
-    abort._HELPER = "not there"
-    communication = abort.Communication()
+    module._HELPER = "not there"
+    communication = module.Communication()
     watching = communication.watch()
     worker = Worker.__new__(Worker)
     worker.dist, worker.rank, worker.port, worker.world = dist, rank, port, 2
@@ -408,3 +409,92 @@ def test_the_second_abort_ends_what_the_first_left(forks, what):
     ((left_s, dirt),) = forks.run(waits_by_itself, ranks=1, what=what)
     assert left_s < 5.0  # torch 2.8 wakes from its store earlier
     assert dirt == []
+
+
+def the_model_goes_last(rank, port):
+    """A script takes its groups down and then lets go of its model, again and again."""
+    import sys
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from everstep.inprocess.communication import Communication
+
+    torch.set_num_threads(1)
+    communication = Communication()
+    communication.watch()
+    held = []
+    for _ in range(100):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        held.append(len(communication._books.groups))
+        sys.setswitchinterval(100)  # only who waits gives the lock up: this finds the dead lock in the first rounds
+        model(torch.ones(2, 4)).sum().backward()
+        dist.destroy_process_group()
+        del model
+        sys.setswitchinterval(0.005)
+    communication.let_go()
+    return {"held": max(held), "left": len(communication._books.groups)}
+
+
+def test_a_model_that_outlives_its_groups_does_not_stop_the_process(forks):
+    """Without our hold the reducer frees the group, under a lock that the group's own thread waits for: for ever."""
+    assert forks.run(the_model_goes_last) == [{"held": 1, "left": 0}] * 2
+
+
+def meets_again_while_the_last_abort_goes_on(rank, port):
+    """A backend whose abort joins for long, as NCCL's does; let go only when the next generation has reduced."""
+    import threading
+
+    import torch
+    import torch.distributed as dist
+    from small import At, Small
+    from torch.distributed import distributed_c10d as c10d
+
+    class Slow:
+        _device_types = ("cpu",)
+
+        def __init__(self):
+            self.let_go = threading.Event()
+
+        def _get_backend(self, device):
+            return self
+
+        def name(self):
+            return "slow"
+
+        def abort(self):
+            self.let_go.wait(60)
+
+    small, slow, store = Small(), Slow(), ("127.0.0.1", port)
+
+    def stuck():
+        dist.init_process_group("gloo")
+        c10d._world.pg_names[slow] = "slow"
+        small.ready.set()
+        time.sleep(60)
+
+    small.stop(At(0, rank, 2, store), stuck)
+    left_s, cleaned_s, dirt = small.left_s, small.cleaned_s, list(small.dirt)
+    going_on = small.cleaning.communication.unfinished(0.0)
+
+    def again():
+        dist.init_process_group("gloo")
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        return one.item()
+
+    reduced = small.run(At(1, rank, 2, store), again)
+    still_going_on = small.cleaning.communication.unfinished(0.0)
+    slow.let_go.set()
+    small.cleaning.close()
+    ended = small.cleaning.communication.unfinished(0.0)
+    return [left_s + cleaned_s, dirt, going_on, reduced, still_going_on, ended]
+
+
+def test_the_next_generation_reduces_while_the_last_one_s_abort_goes_on(forks):
+    for gone_s, dirt, going_on, reduced, still_going_on, ended in forks.run(meets_again_while_the_last_abort_goes_on):
+        assert going_on == still_going_on == ["slow group slow (1)"]
+        assert (dirt, reduced, ended) == ([], 2.0, [])
+        assert gone_s < AT_ONCE

@@ -1,0 +1,281 @@
+"""`Checkpointer`: the one object that a plain training loop holds.
+
+    with Checkpointer("runs/ckpt", interval=100) as ckpt:
+        restored = ckpt.restore(state)
+        for step in range(restored.step + 1 if restored else 1, steps + 1):
+            train(step)
+            ckpt.save(step, state)
+
+It needs no launcher and no wrapper. The state is copied into shared memory of a keeper, a small process of its own, and
+written from there while the loop goes on: docs/checkpointer.md says what each method does in every case.
+
+Rule 1: nothing here decides what is durable: the keeper does, for all ranks (ondemand.py).
+Rule 2: the main thread waits for a copy of the state, and for a write only where it was asked to (`on_busy="block"`,
+`Handle.wait`, `restore`, `close`); never for a process that is gone.
+Rule 3: a failure is raised by whatever is called next: `save`, `Handle.wait`, `close`; at the latest it ends the
+process with a bad exit code.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from everstep.checkpoint import at_exit
+from everstep.checkpoint.core.retention import DEFAULT_KEEP, Keep
+from everstep.checkpoint.given import Given, check_name, given, in_our_words
+from everstep.checkpoint.handles import Book, Fate, Handle
+from everstep.checkpoint.joining import join
+from everstep.checkpoint.keeper_line import KeeperLine
+from everstep.checkpoint.restored import Restored, Restorer
+from everstep.checkpoint.snapshot import Snapshotter, Taken
+from everstep.checkpoint.tier_client import TierClient
+from everstep.checkpoint.tier_settings import MAIN, Tiers, settings_of
+from everstep.errors import CheckpointError, StateMismatch, UsageError
+
+CLOSE_S = 600.0
+EXIT_S = 30.0
+
+OnBusy = Literal["coalesce", "block", "skip"]
+
+
+class Checkpointer:
+    """Saves and restores the state of this rank, and with the other ranks' that of the world.
+
+    Made, called and closed alike on every rank, from one thread of the process that made it. A context manager.
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str],  # noqa: A002 - the name that is fixed (issue 4)
+        *,
+        interval: int = 1,
+        on_busy: OnBusy = "coalesce",
+        keep: Keep | int | None = DEFAULT_KEEP,
+        tiers: Tiers | None = None,
+    ) -> None:
+        """Have the directory and the keeper, or raise.
+
+        dir: where checkpoints are committed; made where it is missing. One Checkpointer to a directory.
+        interval: steps that are multiples of it are saved.
+        on_busy: what becomes of a step that is due while an earlier one is being written. "coalesce": it is kept in
+            memory, and the newest is written as soon as the disk is free. "skip": it is not saved. "block": `save`
+            waits until the earlier one is written.
+        keep: which checkpoints stay: a number, the newest so many; a `Keep`; None, all.
+        tiers: further tiers and intervals of their own: {"memory": 1, "disk": 100, "local": Local("/nvme/ckpt", 10)}.
+
+        Raises UsageError for arguments that cannot be meant, ConfigurationError where the directory cannot be made,
+        written to, locked, or another has it, where the ranks are on several hosts, or no process group is made yet.
+        """
+        self._settings = settings_of(os.fspath(dir), interval, on_busy, keep, tiers)
+        self._pid = os.getpid()
+        self._closed = ""
+        joined = join(self._settings.to_json(), self._pid)
+        self.rank, self.world_size = joined.rank, joined.world_size
+        self._book = Book(self._dead)
+        self._snapshotter = Snapshotter(self._send)
+        self._tiers = {
+            one.tier: TierClient(one.tier, self._send, self._snapshotter, self._book, told=one.tier == MAIN)
+            for one in self._settings.tiers
+        }
+        self._line = KeeperLine(
+            joined.link, int(joined.welcome["pid"]), self._heard, self._keeper_lost, self._snapshotter.poll
+        )
+        self._snapshotter.begin(self.rank, self.world_size, joined.welcome["told"]["snapshot"])
+        self._given: Given | None = None
+        self._begun = False  # buffers are asked for in this generation
+        self._number = 0
+        self._last: Handle | None = None
+        self._last_step = -1
+        self._inherited: int | None = joined.welcome["newest"][MAIN]
+        self.directory = self._settings.tiers[0].directory
+        at_exit.add(self)
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> Handle:
+        """Save `state` as that after `step`; return as soon as it is copied, with a Handle that tells its fate.
+
+        state: names and objects, given anew each time: modules, optimizers, whatever has state_dict and
+            load_state_dict, tensors, arrays, plain values, containers of such. What changes later is not in it.
+        metrics: numbers by which the best checkpoints are kept (`keep=Keep(best=3, metric="loss")`); rank 0's count.
+
+        A step that is no multiple of the interval returns at once (`not due`). Raises CheckpointError where an earlier
+        save has failed, before anything is taken (call it again to save this step), TypeError naming what cannot be
+        kept, MemoryShortage, UsageError after `close`, in another process, and for steps that go backwards.
+        """
+        self._check("save")
+        number = check_name(step)
+        self._raise_failures()
+        due = {name: number % every == 0 for name, every in self._settings.intervals.items()}
+        if not any(due.values()):
+            return Handle(self._book, number, Fate(number, "not due"))
+        self._check_order(number)
+        if self._settings.on_busy == "block" and due[MAIN] and self._last is not None:
+            self._last.wait()
+        taken = self._take(number, state, hold=due[MAIN])
+        self._number += 1
+        handle = self._handle(number, in_memory=not due[MAIN])
+        told = {name: float(value) for name, value in (metrics or {}).items()} if self.rank == 0 else {}
+        for name, tier in self._tiers.items():
+            tier.taken(self._number, number, taken, due=due[name], metrics=told)
+        if not self._snapshotter.poll():
+            self._line.copying()
+        self._last_step = number
+        return handle
+
+    def _handle(self, step: int, *, in_memory: bool) -> Handle:
+        if in_memory:
+            return Handle(self._book, step, Fate(step, "in memory"))
+        self._last = self._book.open(self._number, step)
+        return self._last
+
+    def _take(self, step: int, state: Mapping[str, Any], *, hold: bool) -> Taken:
+        made = given(state)
+        try:
+            if self._given is None or self._given.shape != made.shape:
+                self._given = None
+                (self._snapshotter.rebind if self._begun else self._snapshotter.bind)(made.objects)
+                self._given, self._begun = made, True
+            for name, value in made.values.items():  # the walk knows the places of the first time
+                place = self._given.objects[name]
+                place.holder, place.key = value.holder, value.key
+            return self._snapshotter.take(step, hold)
+        except (TypeError, StateMismatch) as error:
+            raise type(error)(in_our_words(str(error))) from error
+
+    def _check_order(self, step: int) -> None:
+        if self._inherited is not None and step <= self._inherited:
+            raise UsageError(
+                f"save({step}): {self.directory} holds checkpoints up to step {self._inherited} of an earlier job, and "
+                "nothing was restored from there: a later restore would take those for newer. Call restore() first, or "
+                "give another directory."
+            )
+        if step < self._last_step:
+            raise UsageError(
+                f"save({step}) after save({self._last_step}): steps go back only after a restore of an earlier one"
+            )
+
+    # -- restoring -----------------------------------------------------------------------------------------------
+
+    def restore(self, state: Mapping[str, Any], *, step: int | None = None, strict: bool = True) -> Restored | None:
+        """Bring `state` back in place; return what was taken, from where and why, or None where nothing is saved.
+
+        All ranks call it, and take the same: the newest that all can have, of equal steps the nearest (memory, then
+        disks). A damaged one is named in `why`, and the next best taken. Random generators come back last: make the
+        iterators of loaders before it.
+
+        step: that step, and no other. strict=False: what is not in the saved state, or does not fit, stays as it is and
+        is listed (`Restored.missing`).
+
+        Raises CheckpointError where `step` is not there, StateMismatch naming what does not fit, ConfigurationError
+        where what is saved is of a world of another size and cannot be taken: `state` is as it was then.
+        """
+        self._check("restore")
+        wanted = None if step is None else check_name(step)
+        restorer = Restorer(self._line, self._snapshotter, self._tiers, self.rank, self.world_size)
+        self._given, self._begun = None, False
+        restored = restorer.restore(given(state), wanted, strict=strict)
+        self._inherited = None
+        self._last_step = -1 if restored is None else restored.step
+        return restored
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait until what was begun is written, and end the keeper. Call it on every rank; twice is once.
+
+        Raises CheckpointError for what has failed and was not told yet, TimeoutError where it is not done after
+        `timeout` seconds (None: 600): what is being written goes on without this process, for ten minutes at most.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = "it is closed"
+        at_exit.discard(self)
+        try:
+            self._finish(CLOSE_S if timeout is None else timeout)
+        finally:
+            self._line.close()
+            self._snapshotter.close()
+        self._raise_failures()
+
+    def _finish(self, timeout: float) -> None:
+        dead = self._line.dead()
+        if dead:
+            self._book.lost(dead)
+            return
+        self._line.closing = True
+        self._snapshotter.finish()
+        try:
+            problems = list(self._line.ask({"kind": "ckpt.close"}, timeout)["problems"])
+        except CheckpointError as error:
+            self._book.lost(str(error))
+        except TimeoutError:
+            text = f"what was begun is not written {timeout:g} s after close(): it goes on without this process"
+            self._book.lost(text)
+            raise TimeoutError(
+                f"{self.directory}: {text}; another rank that has not closed keeps it open too"
+            ) from None
+        else:
+            self._book.add(problems)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        try:  # what ended the block is what is heard of
+            self.close(EXIT_S)
+        except (CheckpointError, TimeoutError) as second:
+            error.add_note(f"and while closing the Checkpointer of {self.directory}: {second}")
+
+    def at_exit(self) -> str:
+        """The interpreter ends, and nobody has closed: finish what was begun. Return what went wrong."""
+        if os.getpid() != self._pid:
+            return ""
+        try:
+            self.close(EXIT_S)
+        except (CheckpointError, TimeoutError) as error:
+            return str(error)
+        return ""
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _check(self, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"{what}() in process {os.getpid()}: this Checkpointer belongs to process {self._pid}, which made it; "
+                "make another one here, on another directory"
+            )
+        if self._closed:
+            raise UsageError(f"{what}(): {self._closed}; make another Checkpointer")
+
+    def _raise_failures(self) -> None:
+        failures = self._book.failures()
+        if failures:
+            raise CheckpointError(f"{self.directory}: " + "; ".join(failures))
+
+    def _dead(self) -> str:
+        return self._line.dead()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._line.send(message)
+
+    def _heard(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+        """On the line's thread."""
+        prefix = str(message["kind"]).partition(".")[0]
+        if prefix == "snapshot":
+            self._snapshotter.on_message(message, fds)
+        elif prefix in self._tiers:
+            self._tiers[prefix].on_message(message)
+
+    def _keeper_lost(self, text: str) -> None:
+        """On the line's thread."""
+        self._book.lost(text)
+        self._snapshotter.lost(text)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"rank {self.rank} of {self.world_size}"
+        return f"<Checkpointer of {self.directory}: {state}>"

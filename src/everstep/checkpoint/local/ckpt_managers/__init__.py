@@ -1,0 +1,1 @@
+"""`BaseCheckpointManager` and `LocalCheckpointManager`."""

@@ -1,0 +1,1 @@
+"""Copies of a rank's checkpoint on other ranks' disks."""

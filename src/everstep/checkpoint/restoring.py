@@ -1,0 +1,115 @@
+"""One restore of all ranks, as the keeper leads it: one source for all, read and compared by each before any writes.
+
+all ranks ask ──▶ a plan ──▶ each reads, verifies and compares ──▶ all can: go
+                    ▲                    │ one finds damage: struck out
+                    └────────────────────┘ one cannot take it: misfit, for all, and nothing was written
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from everstep.checkpoint.core.plan import MEMORY, Plan
+from everstep.checkpoint.keeper_host import KeeperHost
+
+
+class Restoring:
+    """Of one keeper; one at a time."""
+
+    def __init__(self, host: KeeperHost) -> None:
+        self._host = host
+        self._asked: dict[int, Mapping[str, Any]] = {}
+        self._checked: dict[int, Mapping[str, Any]] = {}
+        self._away: dict[int, str] = {}
+        self._struck: list[str] = []
+
+    def away(self, rank: int, why: str) -> None:
+        """A rank is gone: the others cannot restore without it."""
+        self._away[rank] = why
+        if self._asked:
+            self._misfit(f"rank {rank} {why}")
+
+    def asked(self, rank: int, message: Mapping[str, Any]) -> None:
+        """A rank wants to restore."""
+        self._asked[rank] = message
+        if self._away:
+            gone, why = next(iter(self._away.items()))
+            self._misfit(f"rank {gone} {why}")
+        elif len(self._asked) == self._host.world_size:
+            self._struck.clear()
+            self._plan()
+
+    def checked(self, rank: int, message: Mapping[str, Any]) -> None:
+        """A rank has read what the plan says, or could not."""
+        if rank not in self._asked:
+            return
+        self._checked[rank] = message
+        if len(self._checked) < self._host.world_size:
+            return
+        checked = [one for _, one in sorted(self._checked.items())]
+        misfits = [one["text"] for one in checked if one["what"] == "misfit"]
+        damaged = [one["text"] for one in checked if one["what"] == "damaged"]
+        if misfits:
+            self._misfit("; ".join(misfits))
+        elif damaged:
+            self._struck += dict.fromkeys(damaged)
+            self._plan()
+        else:
+            self._go()
+
+    def _plan(self) -> None:
+        self._checked.clear()
+        steps = {message["step"] for message in self._asked.values()}
+        step = next(iter(steps))
+        if len(steps) > 1:
+            self._misfit(f"the ranks ask for different steps: {sorted(map(str, steps))}")
+            return
+        there = self._there()
+        if step is not None and step not in there:
+            struck = f"; not any more: {'; '.join(self._struck)}" if self._struck else ""
+            known = ", ".join(map(str, sorted(there))) or "none"
+            self._misfit(f"there is no step {step} to restore; there are: {known}{struck}")
+            return
+        told = self._host.enter(step)
+        plan = self._host.shelf.plan
+        assert plan is not None
+        newer = [text for tier in self._host.tiers for at, text in tier.wounds if at > (plan.step or 0)]
+        why = "; ".join([plan.reason, *newer, *self._struck])
+        body = {"kind": "ckpt.plan", "step": plan.step, "tier": plan.tier, "age_s": self._age(plan), "why": why}
+        for rank, message in self._asked.items():
+            self._host.send(rank, {**body, "ask": message["ask"], "told": told[rank], "unfit": plan.unfit})
+
+    def _there(self) -> set[int]:
+        """Steps that every rank can have."""
+        found = {one.step for tier in self._host.tiers for one in tier.committed()}
+        ranks = range(self._host.world_size)
+        sealed = [{s.step for s in self._host.shelf.sealed() if s.rank == rank} for rank in ranks]
+        return found | set.intersection(*sealed)
+
+    def _age(self, plan: Plan) -> float:
+        """Seconds since the state was taken (memory) or became durable; 0 where it cannot be told."""
+        if plan.tier == MEMORY:
+            taken = [self._host.taken_s.get(source, 0.0) for source in plan.sources.items()]
+            return round(max(0.0, self._host.clock.wall() - min(taken)), 3)
+        if plan.committed is None:
+            return 0.0
+        try:
+            changed = os.stat(plan.committed.where["path"]).st_mtime
+        except OSError:
+            return 0.0
+        return round(max(0.0, self._host.clock.wall() - changed), 3)
+
+    def _go(self) -> None:
+        plan = self._host.shelf.plan
+        for tier in self._host.tiers:
+            tier.went_back(None if plan is None else plan.step)
+        for rank, message in self._asked.items():
+            self._host.send(rank, {"kind": "ckpt.go", "ask": message["ask"]})
+        self._asked.clear()
+        self._checked.clear()
+
+    def _misfit(self, text: str) -> None:
+        for rank, message in self._asked.items():
+            self._host.send(rank, {"kind": "ckpt.misfit", "ask": message["ask"], "text": text})
+        self._asked.clear()
+        self._checked.clear()

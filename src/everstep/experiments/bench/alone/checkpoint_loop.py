@@ -1,0 +1,230 @@
+"""The loop of `everstep bench checkpoint`: the same steps with and without checkpoints, one way of saving to a process.
+
+    checkpoint_loop.py --mode torch.save --folder DIR --tape DIR --interval 10 --step 0.05 --state 64000000 …
+
+In turn: steps without checkpoints, two saves on the idle disk, steps with saves, steps without. What happened when is
+written to the tape as it was; the figures are made elsewhere (core/checkpoints.py). A state's tensors carry the number
+of their step at both ends, so that what is read back says which step it is of. Needs torch and what the mode is of.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+TENSORS = 16
+COPIES = 5
+LOOK_S = 0.002
+ELEMENT = 4  # bytes of float32
+
+
+def main() -> None:
+    """Measure one window and write it down."""
+    args = parser().parse_args()
+    import torch.distributed as dist  # noqa: PLC0415 - a daemon of DCP imports this file too
+
+    dist.init_process_group("gloo")
+    loop = Loop(args)
+    try:
+        body = loop.measure()
+    except BaseException as error:
+        write(args.tape, {"failed": f"{type(error).__name__}: {error}".split("\n")[0][:300]})
+        raise
+    write(args.tape, body)
+    dist.destroy_process_group()
+
+
+def write(folder: str, body: dict[str, Any]) -> None:
+    """Write the tape whole or not at all."""
+    path = os.path.join(folder, "window.json")
+    with open(path + ".new", "w") as out:
+        json.dump(body, out)
+    os.replace(path + ".new", path)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser; `everstep bench` writes these flags."""
+    found = argparse.ArgumentParser(description=__doc__)
+    for name in ("--mode", "--folder", "--tape"):
+        found.add_argument(name, required=True)
+    for name in ("--interval", "--state"):
+        found.add_argument(name, type=int, required=True)
+    for name in ("--step", "--with-s", "--bare-s"):
+        found.add_argument(name, type=float, required=True)
+    found.add_argument("--work", default="sleep", choices=["sleep", "matmul"])
+    found.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    return found
+
+
+class State:
+    """Tensors of so many bytes in all, each stamped with the number of its step at both ends."""
+
+    def __init__(self, size: int, device: str) -> None:
+        import torch  # noqa: PLC0415 - as in `main`
+
+        count = max(2, size // TENSORS // ELEMENT)
+        self.tensors = {f"tensor{n}": torch.zeros(count, device=device) for n in range(TENSORS)}
+        self._ends = [t[:: count - 1] for t in self.tensors.values()]
+
+    def stamp(self, step: int) -> None:
+        """Change the state, as a step does."""
+        for ends in self._ends:
+            ends.fill_(step)
+
+    def stamps(self) -> list[int]:
+        """Return the steps that are found in it."""
+        return sorted({int(value) for ends in self._ends for value in ends.tolist()})
+
+    def copy_s(self) -> float:
+        """Return the seconds of a bare copy, the median of a few."""
+        targets = [t.clone() for t in self.tensors.values()]
+        took = []
+        for _ in range(COPIES):
+            begun = time.monotonic()
+            for target, source in zip(targets, self.tensors.values()):  # noqa: B905 - as many by construction
+                target.copy_(source)
+            took.append(time.monotonic() - begun)
+        return statistics.median(took)
+
+
+class Loop:
+    """One process's loop."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.state = State(args.state, args.device)
+        self._work = sleeper(args.step) if args.work == "sleep" else multiplier(args.step, args.device)
+        self.before: list[Any] = []
+        self.ends: list[Any] = []
+        self.saves: list[Any] = []
+        self.durable: list[Any] = []
+        self._known: set[int] = set()
+
+    def measure(self) -> dict[str, Any]:
+        """Do all stretches; return what happened as plain values."""
+        every = self.args.interval
+        self.bare()  # nobody's figure: caches and clocks come up
+        copy_s = self.state.copy_s()
+        bare = [self.bare()]
+        ways: Any = importlib.import_module("checkpoint_ways")  # beside this file, wherever that is
+        way = ways.WAYS[self.args.mode](self.args.folder, every)
+        way.begin()
+        with contextlib.closing(way):
+            write_s = min(self.alone(way, every), self.alone(way, 2 * every))  # the first starts what it needs
+            self.window(way, 3 * every)
+            self.drain(way)
+        claimed = max((step for step, _ in self.durable), default=None)
+        bare.append(self.bare())
+        holds = [] if claimed is None else self.read(way, claimed)
+        return {
+            "bare": bare, "before": self.before, "ends": self.ends, "saves": self.saves, "durable": self.durable,
+            "write_s": write_s, "copy_s": copy_s, "holds": holds, "claimed": claimed,
+        }  # fmt: skip
+
+    def bare(self) -> tuple[int, float]:
+        """Do steps without checkpoints; return how many and how long they took."""
+        begun, steps = time.monotonic(), 0
+        while time.monotonic() - begun < self.args.bare_s:
+            self.step(1)
+            steps += 1
+        return steps, time.monotonic() - begun
+
+    def step(self, number: int) -> None:
+        """Do one step."""
+        self._work()
+        self.state.stamp(number)
+
+    def alone(self, way: Any, step: int) -> float:
+        """Save once on the idle disk, wait until it is durable; return how long that took."""
+        self.step(step)
+        begun = time.monotonic()
+        way.save(step, self.state.tensors)
+        while step not in way.durable():
+            time.sleep(LOOK_S)
+        took = time.monotonic() - begun
+        self._known.add(step)
+        self.before.append((step, begun))
+        self.durable.append((step, begun + took))
+        return took
+
+    def window(self, way: Any, first: int) -> None:
+        """Step and save, from the return of one save to that of another."""
+        self.step(first)
+        self.save(way, first)
+        begun, step = time.monotonic(), first
+        while True:
+            step += 1
+            self.step(step)
+            self.look(way)
+            self.ends.append((step, time.monotonic()))
+            if step % self.args.interval == 0:
+                self.save(way, step)
+                if time.monotonic() - begun >= self.args.with_s:
+                    return
+            else:
+                way.pass_by(step, self.state.tensors)
+
+    def save(self, way: Any, step: int) -> None:
+        """Save, and note when."""
+        begun = time.monotonic()
+        way.save(step, self.state.tensors)
+        self.saves.append((step, begun, time.monotonic()))
+        if way.waits_for_all:
+            self.look(way)
+
+    def look(self, way: Any) -> None:
+        """Note what has become durable."""
+        for step in way.durable() - self._known:
+            self._known.add(step)
+            self.durable.append((step, time.monotonic()))
+
+    def drain(self, way: Any) -> None:
+        """Wait for what is under way, outside of every stretch."""
+        way.wait()
+        self.look(way)
+
+    def read(self, way: Any, claimed: int) -> list[int]:
+        """Return which steps the newest durable one holds parts of; nothing where it cannot be read."""
+        self.state.stamp(-1)
+        try:
+            way.load(claimed, self.state.tensors)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it cannot be read
+            print(f"step {claimed} cannot be read: {type(error).__name__}: {error}", flush=True)  # noqa: T201
+            return []
+        return self.state.stamps()
+
+
+def sleeper(seconds: float) -> Any:
+    """Return work that waits, as one waits for a device."""
+    return lambda: time.sleep(seconds)
+
+
+def multiplier(seconds: float, device: str) -> Any:
+    """Return work that multiplies matrices, as often as takes about that long now."""
+    import torch  # noqa: PLC0415 - as in `main`
+
+    left = torch.rand(256, 256, device=device)
+
+    def once() -> None:
+        torch.mm(left, left).sum().item()
+
+    took = []
+    for _ in range(50):
+        begun = time.monotonic()
+        once()
+        took.append(time.monotonic() - begun)
+    times = max(1, round(seconds / statistics.median(took)))
+
+    def work() -> None:
+        for _ in range(times):
+            once()
+
+    return work
+
+
+if __name__ == "__main__":
+    main()

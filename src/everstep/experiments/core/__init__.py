@@ -1,0 +1,1 @@
+"""Pure parts of the experiments: from what was written down to figures. No clock, no process, no torch."""

@@ -1,0 +1,1 @@
+"""What can be told of a process from its environment: pure."""

@@ -1,0 +1,1 @@
+"""Tools around in-process restart."""

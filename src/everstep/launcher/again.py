@@ -1,0 +1,78 @@
+"""A run folder that is used again: by the same job, or not at all.
+
+Rule 1: a run folder holds one job: another script, or another world size, is refused before a word is written.
+Rule 2: a job may be taken up with other arguments (more steps), from a moved copy of its script, and after an edit.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from everstep.errors import LedgerError, UsageError
+from everstep.events import Record, RunStarted
+from everstep.launcher.config import LaunchConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What tells one job from another."""
+
+    script: str  # absolute path; a module's or a program's name
+    arguments: tuple[str, ...]
+    world_size: int
+
+    @classmethod
+    def of(cls, config: LaunchConfig) -> Self:
+        """Return what the command line asks for."""
+        script = config.script if config.module or config.no_python else str(Path(config.script).resolve())
+        return cls(script, config.arguments, config.nproc)
+
+    def check(self, run_dir: Path) -> list[str]:
+        """Compare with the last job in `run_dir`; return what an operator should know. UsageError for another job."""
+        last = last_started(run_dir)
+        if last is None:
+            return []
+        if last.world_size != self.world_size:
+            raise _refusal(run_dir, f"{last.world_size} ranks", f"{self.world_size}")
+        if last.script and not _same(last.script, self.script):
+            raise _refusal(run_dir, last.script, self.script)
+        if last.script and last.arguments != self.arguments:
+            before, now = (" ".join(words) or "none" for words in (last.arguments, self.arguments))
+            return [f"the run folder's job goes on with other arguments: {now} (before: {before})"]
+        return []
+
+
+def last_started(run_dir: Path) -> RunStarted | None:
+    """Return the newest RunStarted in a run folder; None where there is none that can be read."""
+    found: list[tuple[float, RunStarted]] = []
+    for path in (run_dir / "events").glob("agent-*.jsonl"):
+        with path.open(errors="replace") as lines:
+            found += [one for line in lines if '"RunStarted"' in line and (one := _read(line)) is not None]
+    return max(found, key=lambda one: one[0])[1] if found else None
+
+
+def _read(line: str) -> tuple[float, RunStarted] | None:
+    try:
+        record = Record.from_json(line)
+    except LedgerError:  # torn, or another version's: the report tells of it
+        return None
+    return (record.stamp.wall_s, record.event) if isinstance(record.event, RunStarted) else None
+
+
+def _same(before: str, now: str) -> bool:
+    """The same path, or a copy of that name elsewhere; where the old one is gone its name must do."""
+    if before == now:
+        return True
+    if Path(before).name != Path(now).name:
+        return False
+    try:
+        return Path(before).read_bytes() == Path(now).read_bytes()
+    except OSError:
+        return not Path(before).exists()
+
+
+def _refusal(run_dir: Path, before: str, now: str) -> UsageError:
+    return UsageError(
+        f"the run folder {run_dir} holds a job of {before}, this one is of {now}: their records would be told as one. "
+        "Name another with --run-dir, or leave it out for a new one."
+    )

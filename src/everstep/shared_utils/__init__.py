@@ -1,0 +1,1 @@
+"""Names that NVRx keeps under this path, handed on from where they live."""

@@ -1,0 +1,491 @@
+"""What a plain loop saves: one number for all ranks, a fate for each, whatever is slow, late, killed or gone."""
+
+import errno
+import os
+import random
+from collections import deque
+
+import pytest
+
+from everstep.checkpoint.core import rotation
+from everstep.checkpoint.core.plan import Sealed
+from everstep.checkpoint.core.retention import Keep
+from everstep.checkpoint.load import open_checkpoint
+from everstep.checkpoint.ondemand import OnDemand
+from everstep.checkpoint.snapshot import Taken
+from everstep.checkpoint.tier_client import TierClient
+from everstep.testing.disk_bench import BUFFERS, BenchShelf, DiskBench
+from everstep.testing.disks import HostileFiles, UnsyncedFiles, Wound
+from everstep.testing.states import rank_state, snapshot
+
+
+class Shelf(BenchShelf):
+    """Buffers as ranks fill them; a hold is the rank's and the agent's."""
+
+    released = staticmethod(lambda rank, buffer: None)
+
+    def release(self, rank, buffer):
+        super().release(rank, buffer)
+        self.released(rank, buffer)
+
+    def fill(self, rank, buffer, step, generation, sequence):
+        self.drop(rank, buffer)
+        fd = snapshot(rank_state(rank, self.world_size, step), step, generation=generation, sequence=sequence)
+        parent = self.plan.parent if self.plan else -1
+        self.buffers[rank, buffer] = fd, Sealed(rank, buffer, step, 0, generation, parent, self.world_size)
+
+
+class Rank:
+    """One rank: a rotation of buffers as `Snapshotter` has it, and the real client. Messages travel when told."""
+
+    def __init__(self, bench, rank):
+        self.bench, self.rank = bench, rank
+        self.sequences = dict.fromkeys(range(BUFFERS), 0)
+        self.held, self.count, self.number = set(), 0, 0
+        self.holds, self.newest_hold = 0, {}
+        self.inbox, self.outbox = deque(), deque()
+        self.fates = {}
+        self.client = TierClient("disk", self.outbox.append, self, self, told=True)
+
+    # as Snapshotter
+
+    def keep(self, buffer, sequence):
+        if self.sequences[buffer] != sequence or not rotation.grants(BUFFERS, self.held, buffer):
+            return False
+        self.tell_hold(buffer)
+        return True
+
+    def release(self, buffer, hold=None):
+        if hold is None or hold >= self.newest_hold.get(buffer, 0):
+            self.held.discard(buffer)
+
+    def tell_hold(self, buffer):
+        self.held.add(buffer)
+        self.holds += 1
+        self.newest_hold[buffer] = self.holds
+        self.outbox.append({"kind": "snapshot.hold", "buffer": buffer, "hold": self.holds})
+
+    # as Book
+
+    def settle(self, number, step, what, text, *, alone):
+        for each in range(1, number + 1):
+            if each == number or not alone:
+                self.fates.setdefault(each, (what if each == number else f"{what} by {step}", text))
+
+    # the loop
+
+    def save(self, step, *, due=True, metrics=None):
+        slots = [rotation.Slot(b, s) for b, s in self.sequences.items()]
+        buffer = rotation.choose(slots, self.held)
+        assert buffer is not None, "every buffer is held"
+        self.count += 1
+        self.sequences[buffer] = self.count
+        self.bench.shelf.fill(self.rank, buffer, step, self.bench.generation, self.count)
+        self.number += 1
+        held = due and rotation.grants(BUFFERS, self.held, buffer)
+        if held:
+            self.tell_hold(buffer)
+        taken = Taken(step, buffer, 1, 0.0, held, self.count)
+        self.client.taken(self.number, step, taken, due=due, metrics=metrics or {})
+
+    def hear(self):
+        """Handle one message of the keeper; False where there is none."""
+        if not self.inbox:
+            return False
+        message = self.inbox.popleft()
+        if message["kind"] == "snapshot.released":
+            self.release(message["buffer"], message["hold"])
+        else:
+            self.client.on_message(message)
+        return True
+
+    def tell(self):
+        """Let one message of ours arrive; False where there is none."""
+        if not self.outbox:
+            return False
+        message = self.outbox.popleft()
+        if message["kind"].startswith("disk."):
+            self.bench.disk.on_message(self.rank, message, ())
+        else:
+            self.bench.heard_holds[self.rank, message["buffer"]] = message["hold"]
+        return True
+
+
+class Bench(DiskBench):
+    shelf_type = Shelf
+
+    def __init__(self, directory, *, skip=False, **rest):
+        self._skip, self.heard_holds = skip, {}
+        super().__init__(directory, **rest)
+        self.ranks = [Rank(self, rank) for rank in range(self.world_size)]
+        self.shelf.released = lambda rank, buffer: self.ranks[rank].inbox.append(
+            {"kind": "snapshot.released", "buffer": buffer, "hold": self.heard_holds.get((rank, buffer), 0)}
+        )
+        self.enter()
+
+    def make(self, directory, interval, keep):
+        return OnDemand(directory, self.shelf, keep, "disk", skip=self._skip)
+
+    def send(self, rank, message, fds=()):
+        self.ranks[rank].inbox.append(message)
+
+    def enter(self, committed=None):
+        for rank in getattr(self, "ranks", []):
+            rank.client.rewound()
+        self.clients = []
+        return super().enter(committed)
+
+    def settle(self):
+        """Let all messages arrive, none of the writers' work."""
+        while any([r.tell() for r in self.ranks] + [r.hear() for r in self.ranks]):
+            continue
+
+    def work(self):
+        """Let everything come to its end."""
+        self.settle()
+        while self.write():
+            self.settle()
+
+    def save(self, step, **rest):
+        for rank in self.ranks:
+            rank.save(step, **rest)
+        self.settle()
+
+    def drain(self, **rest):
+        for _ in range(50):
+            if self.disk.drained(True):
+                return True
+            self.work()
+        return False
+
+    def close_all(self):
+        for rank in self.ranks:
+            self.settle()
+            self.disk.away(rank.rank, "has closed")
+        assert self.drain()
+
+    @property
+    def fates(self):
+        first, *others = [{n: what for n, (what, _) in r.fates.items()} for r in self.ranks]
+        assert all(other == first for other in others), "the ranks were told different fates"
+        return first
+
+
+@pytest.fixture
+def bench(tmp_path):
+    made = []
+
+    def make(**arguments):
+        made.append(Bench(str(tmp_path / "ckpt"), **arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def on_disk(tmp_path):
+    return sorted((n for n in os.listdir(tmp_path / "ckpt") if not n.startswith(".")), key=lambda n: (len(n), n))
+
+
+def check(tmp_path, step, world_size=2):
+    for rank in range(world_size):
+        with open_checkpoint(str(tmp_path / "ckpt" / f"step-{step}"), rank, world_size) as state:
+            assert bytes(state.payload()) == rank_state(rank, world_size, step).payload
+
+
+def test_each_save_is_committed_where_the_disk_is_faster(bench, tmp_path):
+    b = bench()
+    for step in (7, 8, 20):
+        b.save(step)
+        b.work()
+    assert b.fates == {1: "committed", 2: "committed", 3: "committed"}
+    assert on_disk(tmp_path) == ["step-7", "step-8", "step-20"]  # step 7's data wait for readers
+    b.close_all()
+    assert on_disk(tmp_path) == ["step-8", "step-20"]
+    check(tmp_path, 20)
+    assert b.shelf.held == set()
+
+
+def test_what_comes_while_it_is_busy_is_left_out_for_the_newest_and_says_so(bench, tmp_path):
+    b = bench()
+    for step in (1, 2, 3, 4):
+        b.save(step)
+    b.work()
+    assert b.fates == {1: "committed", 2: "committed by 4", 3: "committed by 4", 4: "committed"}
+    assert b.tiers("coalesced") == [2, 3]
+    check(tmp_path, 4)
+
+
+def test_skip_saves_nothing_that_comes_while_it_is_busy(bench):
+    b = bench(skip=True)
+    for step in (1, 2, 3):
+        b.save(step)
+    b.work()
+    b.save(4)
+    b.work()
+    assert b.fates == {1: "committed", 2: "skipped", 3: "skipped", 4: "committed"}
+    assert b.tiers("committed") == [1, 4]
+
+
+def test_what_is_not_due_here_is_only_remembered(bench):
+    b = bench()
+    for step in range(1, 41):
+        b.save(step, due=step % 20 == 0)
+        b.work()
+    assert b.tiers("committed") == [20, 40]
+    b.save(41, due=False)
+    b.close_all()
+    assert b.tiers("committed") == [20, 40, 41]  # the last snapshot is not lost
+    assert b.disk.problems() == ()
+
+
+def test_a_rank_that_is_far_ahead_waits_for_nobody_and_one_number_is_saved(bench, tmp_path):
+    b = bench()
+    for step in range(1, 30):
+        b.ranks[0].save(step)
+        b.settle()
+    for step in range(1, 30):
+        b.ranks[1].save(step)
+        b.settle()
+        b.write()
+    b.work()
+    b.close_all()
+    committed = b.tiers("committed")
+    assert committed
+    assert committed[-1] == 29
+    check(tmp_path, 29)
+
+
+def test_the_same_step_twice_is_the_later_one(bench, tmp_path):
+    b = bench()
+    b.save(5)
+    b.work()
+    b.save(5)
+    b.work()
+    assert b.fates == {1: "committed", 2: "committed"}
+    assert on_disk(tmp_path) == ["step-5"]
+
+
+def test_ranks_that_do_not_name_one_step_are_told_so(bench):
+    b = bench()
+    b.ranks[0].save(10)
+    b.ranks[1].save(11)
+    b.work()
+    assert b.fates == {1: "failed"}
+    assert "rank 1" in b.ranks[0].fates[1][1] or "rank 0" in b.ranks[0].fates[1][1]
+    assert "at the same steps" in b.ranks[0].fates[1][1]
+    b.save(12)
+    b.work()
+    assert b.fates[2] == "committed"
+    assert b.shelf.held == set()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failure_is_the_fate_of_all_that_was_left_out_for_it(bench, tmp_path, code):
+    hostile = HostileFiles()
+    b = bench(files=lambda rank: hostile if rank == 1 else UnsyncedFiles())
+    b.save(1)
+    b.work()
+    b.save(2)
+    b.save(3)
+    b.save(4)
+    b.write()
+    hostile.wounds = {("write", hostile.calls["write"] + 1): Wound(code)}
+    b.work()
+    fates = b.ranks[0].fates
+    assert [fates[n][0] for n in (1, 2)] == ["committed", "committed"]
+    assert fates[3][0] == "failed by 4"
+    assert fates[4][0] == "failed"
+    assert os.strerror(code) in fates[4][1]
+    b.save(5)
+    b.work()
+    assert b.fates[5] == "committed"
+    check(tmp_path, 5)
+
+
+@pytest.mark.parametrize("when", range(8))
+def test_a_writer_that_dies_fails_its_save_and_the_next_goes_on(bench, tmp_path, when):
+    b = bench()
+    b.save(1)
+    b.work()
+    b.save(2)
+    b.write(when)
+    b.settle()
+    b.kill(1)
+    b.work()
+    assert b.fates[2] in ("failed", "committed")
+    b.save(3)
+    b.work()
+    assert b.fates[3] == "committed"
+    check(tmp_path, 3)
+    assert b.shelf.held == set()
+
+
+def test_writers_that_cannot_live_fail_every_save_by_name_and_none_waits(bench):
+    b = bench()
+    for _ in range(3):
+        b.kill(0)
+    b.save(1)
+    b.save(2)
+    b.work()
+    assert b.fates == {1: "failed", 2: "failed"}
+    assert "times in a row" in b.ranks[0].fates[2][1]
+    b.close_all()
+
+
+def test_a_rank_that_dies_takes_no_begun_write_along_and_what_it_left_is_saved(bench, tmp_path):
+    b = bench()
+    b.save(1)
+    b.save(2)
+    b.save(3)
+    b.disk.away(1, "has ended")
+    b.work()
+    assert b.fates == {1: "committed", 2: "committed by 3", 3: "committed"}
+    b.ranks[0].save(4)
+    b.work()
+    assert b.ranks[0].fates[4][0] == "failed"
+    assert "rank 1 has ended" in b.ranks[0].fates[4][1]
+    b.disk.away(0, "has ended")
+    assert b.drain()
+    check(tmp_path, 3)
+
+
+def test_a_rank_that_dies_between_two_saves_of_the_others(bench, tmp_path):
+    b = bench()
+    b.ranks[0].save(1)
+    b.settle()
+    b.disk.away(1, "has ended")
+    b.work()
+    assert b.ranks[0].fates[1][0] == "failed"
+    b.disk.away(0, "has ended")
+    assert b.drain()
+    assert on_disk(tmp_path) == []
+
+
+def test_what_the_ranks_left_in_memory_is_written_when_all_are_gone(bench, tmp_path):
+    b = bench()
+    b.save(1)
+    b.work()
+    for step in (2, 3, 4):
+        b.save(step, due=False)
+    b.disk.away(0, "has ended")
+    b.disk.away(1, "has ended")
+    assert b.drain()
+    assert on_disk(tmp_path) == ["step-1", "step-4"]
+    check(tmp_path, 4)
+
+
+def test_steps_go_back_after_a_restore_and_what_was_ahead_is_left_behind(bench, tmp_path):
+    b = bench(keep=Keep(5))
+    for step in (10, 20, 30):
+        b.save(step)
+        b.work()
+    b.shelf.buffers.clear()
+    b.enter()
+    b.disk.went_back(10)
+    assert on_disk(tmp_path) == ["step-10", "step-20", "step-30"]  # until something newer is durable
+    b.save(11)
+    b.work()
+    b.save(12)
+    b.work()
+    b.close_all()
+    assert on_disk(tmp_path) == ["step-10", "step-11", "step-12"]
+    assert b.tiers("removed") == [20, 30]
+
+
+def test_a_restore_ends_what_was_offered_and_not_begun(bench):
+    b = bench()
+    b.save(1)
+    b.save(2)
+    b.save(3)
+    b.enter()
+    b.work()
+    assert b.fates[3] == "skipped"
+    assert b.fates[2] in ("skipped", "committed")
+    assert b.fates[1] == "committed"
+
+
+def test_what_was_measured_decides_what_stays(bench, tmp_path):
+    b = bench(keep=Keep(1, best=1, metric="loss"))
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 5.0)):
+        b.ranks[0].save(step, metrics={"loss": loss})
+        b.ranks[1].save(step)
+        b.work()
+    b.close_all()
+    assert on_disk(tmp_path) == ["step-2", "step-4"]
+
+
+class Seeded:
+    """One seeded world: ranks apart, messages late, writers and ranks killed."""
+
+    def __init__(self, directory, seed):
+        self.rng = rng = random.Random(seed)
+        self.every, self.apart = 1 + seed % 3, 10 if seed % 5 == 0 else 1
+        self.bench = Bench(directory, world_size=rng.choice([1, 2, 3]), skip=rng.random() < 0.3, keep=None)
+        self.steps = rng.randint(1, 25)
+        self.victim = rng.choice([None, None, rng.randrange(self.bench.world_size)])
+        self.gone = set()
+
+    def run(self):
+        while self.able() or self.rng.random() < 0.9:
+            if self.victim is not None and self.victim not in self.gone and self.rng.random() < 0.02:
+                self.kill(self.victim)
+            self.rng.choice(self.moves())()
+        for rank in self.bench.ranks:
+            while rank.rank not in self.gone and (rank.tell() or rank.hear()):
+                continue
+            self.bench.disk.away(rank.rank, "has closed")
+        assert self.bench.drain()
+        self.bench.settle()
+
+    def living(self):
+        return [rank for rank in self.bench.ranks if rank.rank not in self.gone]
+
+    def able(self):
+        slowest = min(rank.number for rank in self.bench.ranks)
+        return [rank for rank in self.living() if rank.number < min(self.steps, slowest + self.apart)]
+
+    def moves(self):
+        moves = [move for rank in self.living() for move in (rank.tell, rank.hear)] + [lambda: self.bench.write(1)] * 2
+        moves += [lambda rank=rank: rank.save(rank.number + 1, due=self.due(rank.number + 1)) for rank in self.able()]
+        if self.rng.random() < 0.01:
+            moves.append(lambda: self.bench.kill(self.rng.randrange(self.bench.world_size)))
+        return moves
+
+    def kill(self, rank):
+        self.gone.add(rank)
+        self.bench.ranks[rank].outbox.clear()
+        self.bench.disk.away(rank, "was killed")
+
+    def due(self, number):
+        return number % self.every == 0
+
+
+def run_seeds(tmp_path, seeds):
+    for seed in seeds:
+        world = Seeded(str(tmp_path / str(seed) / "ckpt"), seed)
+        try:
+            world.run()
+            for rank in world.living():
+                due = {number for number in range(1, rank.number + 1) if world.due(number)}
+                assert due <= rank.fates.keys(), f"seed {seed}, rank {rank.rank}: some have no fate"
+            for step in world.bench.tiers("committed"):
+                check(tmp_path / str(seed), step, world.bench.world_size)
+            assert world.bench.shelf.held == set(), f"seed {seed}"
+            for rank in world.living():
+                assert len(rank.held) <= 1, f"seed {seed}, rank {rank.rank}: buffers are held for nobody"
+        finally:
+            world.bench.close()
+
+
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_any_order_of_messages_deaths_and_writes_ends_with_a_fate_for_each(tmp_path, first):
+    """Seeded worlds: one number for all ranks, nothing torn, nothing held, no save without a fate."""
+    run_seeds(tmp_path, range(first, first + 10))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(1000, 4000, 100))
+def test_three_thousand_seeded_worlds(tmp_path, first):
+    run_seeds(tmp_path, range(first, first + 100))
