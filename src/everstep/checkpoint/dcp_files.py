@@ -33,7 +33,7 @@ OWNER = ".owner"
 PIECE = 4 << 20
 VISIBLE_S = 10.0
 """How long a file that another rank has written may take to be seen here (NFS caches names)."""
-_OURS = re.compile(r"(__\d+_\d+\.distcp|[\w.]*__\d+_\d+\.distcp|\.metadata|manifest\.json|\.owner|\.results)\Z")
+_OURS = re.compile(r"(__\d+_\d+\.distcp|[\w.]*__\d+_\d+\.distcp|\.metadata|manifest\.json|\.owner(\.new)?|\.results)\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,11 @@ class Staging:
         self.folder = os.path.join(parent, f".{name}.{self.token}.tmp")
         self._files = files
         files.mkdir(self.folder)
-        self._lock = files.create(os.path.join(self.folder, OWNER))
+        path = os.path.join(self.folder, OWNER)
+        self._lock = files.create(path + ".new")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(self._lock, str(os.getpid()).encode())
+        files.rename(path + ".new", path)  # locked before it can be seen: whoever looks may lock it for a moment
 
     def published(self) -> None:
         """It has its final name, or its files were moved: nothing is to be removed."""
@@ -110,9 +112,10 @@ def _is_dead(owner: str) -> bool:
         return False  # just begun, or just gone
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(fd).st_size > 0  # one that is being made writes once it has the lock
     except OSError:
         return False
+    else:
+        return True
     finally:
         os.close(fd)
 

@@ -121,3 +121,34 @@ class PeerCompanion(Companion, Protocol):
     def told(self, rank: int, message: Message) -> None:
         """Whoever stands beside `rank`, as it was numbered until now, tells this."""
         ...
+
+
+class NodeHost(Host, Protocol):
+    """What an agent offers its companions in a job of several nodes; in a job of one too, with nobody else there.
+
+    `send` and `on_message` know the ranks of this node alone; what a node must know of another's goes by `tell`.
+    """
+
+    @property
+    def node(self) -> str:
+        """This node's name, as `Member.node` and `NodeCompanion.on_nodes` give it."""
+        ...
+
+    def tell(self, node: str, message: Message) -> None:
+        """Send to the companion of our prefix on another node: in order, at most once; dropped where it is gone."""
+        ...
+
+
+class NodeCompanion(Companion, Protocol):
+    """A companion that works with those of its prefix on other nodes."""
+
+    def on_nodes(self, nodes: Mapping[str, str]) -> None:
+        """Who is here now, this node too: the address by which others reach it, by its name, in the order of the nodes.
+
+        Called before the first roster, and at each change; a node that is missing is gone with all that it held.
+        """
+        ...
+
+    def on_node_message(self, node: str, message: Message) -> None:
+        """The companion of our prefix on `node` tells this. It comes over a network: it may be anything."""
+        ...

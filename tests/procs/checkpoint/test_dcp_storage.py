@@ -1,6 +1,8 @@
 """DCP's save, load and async_save through our storage: whole or not there, wounds named, torch's own reader content."""
 
+import contextlib
 import errno
+import fcntl
 import os
 import pickle
 import random
@@ -227,6 +229,45 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_and_of_others_a
     mine.discard()
     mine.discard()
     assert [name for name in os.listdir(tmp_path) if not name.startswith(".")] == []
+
+
+class LookedAt(UnsyncedFiles):
+    """After each call another rank looks whether the owner is alive, and still holds its lock at the next one."""
+
+    def __init__(self, parent):
+        super().__init__()
+        self.parent, self.looks, self.taken = parent, [], 0
+
+    def _look(self):
+        for found in self.parent.glob(".*.tmp/.owner"):
+            fd = os.open(found, os.O_RDWR)
+            self.looks.append(fd)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.taken += 1
+
+    def create(self, path):
+        fd = super().create(path)
+        self._look()
+        return fd
+
+    def rename(self, old, new):
+        super().rename(old, new)
+        self._look()
+
+
+def test_a_look_at_one_that_is_being_made_neither_fails_it_nor_takes_it_for_dead(tmp_path):
+    files = LookedAt(tmp_path)
+    one = Staging(str(tmp_path / "x"), files)
+    other = Staging(str(tmp_path / "x"), files)
+    assert os.path.exists(one.folder)
+    assert len(files.looks) >= 2
+    assert files.taken == 0
+    for fd in files.looks:
+        os.close(fd)
+    one.discard()
+    other.discard()
+    assert os.listdir(tmp_path) == []
 
 
 def test_items_are_spread_by_size_and_none_is_lost():
