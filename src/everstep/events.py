@@ -221,6 +221,14 @@ class Restored(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics(Event):
+    """What this rank's sums depend on beside the code, as its loop begins (EXPERIMENTS B4)."""
+
+    world_size: int
+    facts: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierEvent(Event):
     """What became of one save: planned, taken, coalesced, committed, failed, skipped, damaged."""
 

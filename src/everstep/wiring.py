@@ -14,6 +14,7 @@ from everstep.errors import UsageError
 from everstep.faults import flags as faults
 from everstep.faults.companion import FaultCompanion
 from everstep.goodput.companion import ProgressCompanion
+from everstep.goodput.comparison import ComparisonCompanion
 from everstep.goodput.progress import Progress
 from everstep.launcher import run as launcher
 from everstep.launcher.config import LaunchConfig
@@ -63,7 +64,7 @@ def riders(config: LaunchConfig) -> Riders:
         riding.companions.append(disk)
     if request is not None:
         riding.environment |= request.environment()
-    riding.companions += [FaultCompanion(request, display.say), ProgressCompanion(display)]
+    riding.companions += [FaultCompanion(request, display.say), ProgressCompanion(display), ComparisonCompanion()]
     return riding
 
 

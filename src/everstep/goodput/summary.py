@@ -45,6 +45,7 @@ def _how(ledger: Ledger) -> dict[str, Any]:
         "closed": ledger.closed,
         "errors": list(ledger.errors),
         "notes": list(ledger.notes),
+        "not_comparable": list(ledger.not_comparable),
         "step_executions": figures.executions,
         "fault_free_step_s": figures.step_s,
         "fault_free_step_source": figures.step_source,

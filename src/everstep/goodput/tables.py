@@ -11,6 +11,7 @@ from everstep.events import Category
 from everstep.goodput.core import words
 from everstep.goodput.core.accounting import Ledger
 from everstep.goodput.core.axis import to_s
+from everstep.goodput.core.comparable import verdict
 from everstep.goodput.core.recoveries import Recovery
 
 PARTS = ("detect_s", "stop_s", "regroup_s", "rebuild_s", "restore_s", "redo_s", "new_step_s")
@@ -37,6 +38,8 @@ def _sections(ledger: Ledger, name: str, width: int) -> Iterator[RenderableType]
         yield from _tiers(ledger, width)
     for text in ledger.notes:
         yield Text(f"note: {text}", style="dim")
+    if ledger.not_comparable:
+        yield Text(f"note: {verdict(ledger.not_comparable)}")
     if ledger.errors:
         yield Text(f"\nThe ledger does not close: {words.count(len(ledger.errors), 'error')}", style="bold red")
         for text in ledger.errors[:20]:

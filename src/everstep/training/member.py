@@ -9,7 +9,7 @@ import torch
 from everstep.checkpoint.intent_client import IntentClient
 from everstep.checkpoint.snapshot import Snapshotter
 from everstep.clock import Clock
-from everstep.events import Category, Event, SpanClosed, SpanOpened, StepValues
+from everstep.events import Category, Event, Numerics, SpanClosed, SpanOpened, StepValues
 from everstep.faults import hooks as faults
 from everstep.faults.calls import Calls
 from everstep.inprocess.assignment import Assignment
@@ -17,6 +17,7 @@ from everstep.inprocess.cleaning import Cleaning
 from everstep.inprocess.interrupt import Interrupter
 from everstep.process.page import Phase
 from everstep.recovery.session import Session
+from everstep.training import numerics
 from everstep.training.alone import device_of
 from everstep.training.keeper import Keeper
 from everstep.training.parts import Faults, NoFaults
@@ -124,6 +125,9 @@ class MemberParts:
     def close_setup(self) -> None:
         """See `Parts.close_setup`."""
         self.emit(SpanClosed(category=self._setup))
+        facts = numerics.facts()
+        self.emit(Numerics(world_size=self._assignment.world_size, facts=facts))
+        self._session.send({"kind": "numerics.here", "facts": facts})
 
     def arm_faults(self, total: int, state: Mapping[str, Any]) -> Faults:
         """See `Parts.arm_faults`."""

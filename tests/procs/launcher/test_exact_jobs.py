@@ -1,6 +1,10 @@
 """Whole jobs that must end to the bit where the bits are easily lost: three ranks and more, and a start that fails."""
 
+import json
+
 import pytest
+
+from everstep import cli
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(180)]
 
@@ -79,3 +83,28 @@ def test_a_rank_that_waits_in_init_process_group_meets_a_fresh_spare(start):
     assert dies["pid"] not in {n["pid"] for n in ended.of("sum")}
     assert "death" in {e["kind"] for e in ended.events("FaultNoticed") if e["number"] == 0}
     assert max(n["at"] for n in ended.of("enter")) - dies["at"] < 5
+
+
+THREADS = """
+@everstep.resilient
+def train(run):
+    model = torch.nn.Linear(4, 4)
+    torch.set_num_threads(1 if run.generation < 2 or run.rank == 0 else 2)
+    for step in run.steps(6, model=model):
+        dist.all_reduce(torch.ones(1))
+        if step in (2, 4) and run.rank == 1 and run.generation == step // 2 - 1:
+            raise RuntimeError("again")
+train()
+"""
+
+
+def test_a_rank_that_goes_on_with_other_threads_is_told_of_at_once_and_in_the_report(start, capsys):
+    """B4: what the bits depend on is compared whenever a loop begins; a restart that changes nothing says nothing."""
+    ended = start(THREADS, "--nproc-per-node", "2").ended(120)
+    assert ended.code == 0, ended.err
+    said = [e["text"] for e in ended.events("Notice") if "comparable" in e["text"]]
+    assert len(said) == 1
+    assert "rank 1: threads 2, and 1 when the run began" in said[0]
+    assert cli.main(["report", str(ended.run_dir), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ledger"]["not_comparable"] == ["rank 1: threads 2, and 1 when the run began"]

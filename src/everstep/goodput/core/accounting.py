@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from everstep.events import Category, ProcessStarted, Record
 from everstep.goodput.core.axis import to_ns, to_s
+from everstep.goodput.core.comparable import differences
 from everstep.goodput.core.figures import Figures, Tier, figures, read_tiers
 from everstep.goodput.core.lanes import Interval, Lane, LaneReader
 from everstep.goodput.core.recoveries import Recovery, recoveries
@@ -72,6 +73,7 @@ class Ledger:
     loss_name: str
     errors: list[str]
     notes: list[str]
+    not_comparable: list[str]
 
     @property
     def start(self) -> int:
@@ -115,6 +117,7 @@ def account(
         story=story, lanes=lanes, ranks=ranks, spares=_spares(story), recoveries=recoveries(story, reader, lanes),
         figures=shown, tiers=read_tiers(story), losses=losses, loss_name=name,
         errors=story.errors + _holes(story, lanes), notes=notes,
+        not_comparable=differences([record for _, record in story.moments]),
     )  # fmt: skip
 
 
