@@ -7,7 +7,7 @@ Rule 3: features ride along as companions, known by their prefix alone.
 
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from everstep.launcher.agent.crew import Crew
 from everstep.launcher.agent.ending import Ending
 from everstep.launcher.agent.examine import Examiner
 from everstep.launcher.agent.frozen import EXIT_S, Unwatched
-from everstep.launcher.agent.hearing import NODE, Hearing
+from everstep.launcher.agent.hearing import Hearing
 from everstep.launcher.agent.host import AgentHost
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.stores import Stores
@@ -28,6 +28,8 @@ from everstep.launcher.agent.watch import INTERVAL_S, Watch
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.core import limits
+from everstep.launcher.nodes.api import Nodes
+from everstep.launcher.nodes.single import Single
 from everstep.process.loop import Loop
 from everstep.recovery.api import Companion
 from everstep.recovery.core import policy, words, world
@@ -53,13 +55,14 @@ class Agent:
         self.config, self.loop, self.nursery, self.telemetry = config, loop, nursery, telemetry
         self.run_dir = run_dir
         self.clock: Clock = loop.clock
+        self.nodes: Nodes = Single(loop, self)
         log_root = Path(config.log_dir) if config.log_dir else run_dir / "logs"
         self.hearing = Hearing(self)
         self.crew = Crew(config, nursery, log_root, self.hearing.heard, self._gone, self.clock)
         self.host = AgentHost(self, companions)
         self.examiner = Examiner(loop)
         self.watch = Watch(limits.Own(config.soft_timeout_s, config.hard_timeout_s, config.first_timeout_s))
-        self.world = world.begin(NODE, config.policy)
+        self.world = world.begin(self.nodes.name, config.policy)
         self.unwatched = Unwatched(config.hard_timeout_s or EXIT_S)
         self.roster: words.Roster | None = None
         self.ending: Ending | None = None
@@ -101,12 +104,17 @@ class Agent:
             self._due = due
             self.loop.later(max(0.0, due - self.clock.now()) + 0.001, lambda: self.tell(words.Ticked()))
 
+    def from_node(self, node: str, prefix: str, message: Mapping[str, Any]) -> None:
+        """A companion on another node speaks to its like here."""
+        self.host.node_message(node, prefix, message)
+
     def run(self) -> int:
         """Serve until everything has ended; return the exit code."""
         self.loop.hear((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD), self._signalled)
         self.nursery.on_barren = self._barren
         try:
             self.host.start()
+            self.host.nodes(self.nodes.present)
             self.stores.start()
             self.tell(words.Ticked())
             self.crew.keep_warm(self.config.nproc + self.config.spares)

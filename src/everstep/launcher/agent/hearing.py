@@ -15,11 +15,11 @@ from everstep.launcher.agent.stores import Stores
 from everstep.launcher.agent.watch import Watch
 from everstep.launcher.agent.worker import Worker, positive, well_formed
 from everstep.launcher.config import LaunchConfig
+from everstep.launcher.nodes.api import Nodes
 from everstep.process.loop import Loop
 from everstep.recovery.core import words
 from everstep.recovery.core.world import World
 
-NODE = "node-0"
 VICTIM_S = 0.2
 """A rank that has only lost its connection is heard so much later: what it lost it to is the better story. Nothing
 waits for it where that is heard, and a death or an exception is."""
@@ -33,6 +33,7 @@ class Hearer(Protocol):
     nursery: Nursery
     crew: Crew
     clock: Clock
+    nodes: Nodes
     host: AgentHost
     watch: Watch
     world: World
@@ -87,7 +88,7 @@ class Hearing:
 
     def _on_hello(self, worker: Worker, message: Mapping[str, Any]) -> None:
         del message
-        self._agent.tell(words.Announced(worker.incarnation, worker.facts(NODE, fresh=True)))
+        self._agent.tell(words.Announced(worker.incarnation, worker.facts(self._agent.nodes.name, fresh=True)))
 
     def _on_left(self, worker: Worker, message: Mapping[str, Any]) -> None:
         """Its call is over, and it is on its way out; its death says the rest."""
@@ -134,7 +135,7 @@ class Hearing:
 
     def _on_arrived(self, worker: Worker, message: Mapping[str, Any]) -> None:
         worker.done = False
-        facts = worker.facts(NODE, fresh=False, dirt=tuple(message["dirt"]))
+        facts = worker.facts(self._agent.nodes.name, fresh=False, dirt=tuple(message["dirt"]))
         self._agent.tell(words.Arrived(message["generation"], worker.incarnation, facts))
 
     def _on_completed(self, worker: Worker, message: Mapping[str, Any]) -> None:

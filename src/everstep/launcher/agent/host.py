@@ -11,6 +11,7 @@ from everstep.launcher.agent.crew import Crew
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.config import LaunchConfig
+from everstep.launcher.nodes.api import Nodes
 from everstep.process.loop import Loop
 from everstep.recovery.api import Child, Companion, Message
 from everstep.recovery.core import words
@@ -26,6 +27,7 @@ class Owner(Protocol):
     telemetry: Telemetry
     run_dir: Path
     crew: Crew
+    nodes: Nodes
 
     def recheck(self) -> None:
         """What was outstanding may be done."""
@@ -80,6 +82,15 @@ class AgentHost:
         """See `recovery.api.Host.recheck`."""
         self._agent.recheck()
 
+    @property
+    def node(self) -> str:
+        """See `recovery.api.NodeHost.node`."""
+        return self._agent.nodes.name
+
+    def tell(self, node: str, message: Message, owner: Companion) -> None:
+        """See `recovery.api.NodeHost.tell`."""
+        self._agent.nodes.tell(node, owner.prefix, message)
+
     # what the agent calls
 
     def start(self) -> None:
@@ -107,6 +118,24 @@ class AgentHost:
             text = f"rank {rank} said {message['kind']!r} in a form that is unknown here ({error!r}); it is not heard"
             self.emit(Notice(text=text, level="error"))
 
+    def nodes(self, present: Mapping[str, str]) -> None:
+        """Tell those that work with their like on other nodes who is here, by name with its address."""
+        for companion in self._companions.values():
+            hear = getattr(companion, "on_nodes", None)
+            if hear is not None:
+                hear(present)
+
+    def node_message(self, node: str, prefix: str, message: Message) -> None:
+        """The companion `prefix` on another node speaks."""
+        hear = getattr(self._companions.get(prefix), "on_node_message", None)
+        if hear is None or self._closed:
+            return
+        try:
+            hear(node, message)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # it comes over a network
+            text = f"{node} said {message.get('kind')!r} in a form that is unknown here ({error!r}); it is not heard"
+            self.emit(Notice(text=text, level="error"))
+
     def stopped(self, generation: int) -> None:
         """Nothing of `generation` writes any more."""
         for companion in self._companions.values():
@@ -119,7 +148,7 @@ class AgentHost:
         told: dict[int, dict[str, Message]] = {m.rank: {} for m in roster.members}
         for prefix, companion in self._companions.items():
             for rank, message in companion.on_roster(roster).items():
-                told[rank][prefix] = message
+                told[rank][prefix] = message  # those of other nodes are told by theirs
         return told
 
     def release(self) -> None:
@@ -151,7 +180,7 @@ class AgentHost:
 
 
 class OwnHost:
-    """Implements `recovery.api.Host` for one companion: its children's words come to it."""
+    """Implements `recovery.api.NodeHost` for one companion: its children's words come to it."""
 
     def __init__(self, host: AgentHost, companion: Companion) -> None:
         self._host, self._owner = host, companion
@@ -181,3 +210,12 @@ class OwnHost:
     def recheck(self) -> None:
         """See `recovery.api.Host.recheck`."""
         self._host.recheck()
+
+    @property
+    def node(self) -> str:
+        """See `recovery.api.NodeHost.node`."""
+        return self._host.node
+
+    def tell(self, node: str, message: Message) -> None:
+        """See `recovery.api.NodeHost.tell`."""
+        self._host.tell(node, message, self._owner)

@@ -1,0 +1,1 @@
+"""What the nodes of a job decide together: pure."""
