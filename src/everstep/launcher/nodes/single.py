@@ -1,5 +1,7 @@
 """A job of one node: whatever is said has been heard."""
 
+from collections.abc import Mapping
+
 from everstep.launcher.nodes.api import Listener
 from everstep.process.loop import Loop
 from everstep.recovery.api import Message
@@ -13,7 +15,8 @@ class Single:
 
     def __init__(self, loop: Loop, agent: Listener) -> None:
         self._loop, self._agent = loop, agent
-        self.name, self.present = NAME, {NAME: ADDRESS}
+        self.name = NAME
+        self.present: Mapping[str, str] = {NAME: ADDRESS}
 
     def say(self, event: words.Event) -> None:
         """See `Nodes.say`: at once."""
