@@ -185,6 +185,8 @@ class StepDone(Event):
     step: int
     seconds: float  # of the step alone, without data wait and snapshot
     values: Mapping[str, float] = field(default_factory=dict[str, float])  # what run.log was given, exact floats
+    snapshot_bytes: int = 0  # of its state, copied to memory; 0: none was taken
+    snapshot_s: float = 0.0  # that the loop was held for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,13 @@
 """What `everstep run` is made of: the features ride on the agent, which knows none of them by name."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from everstep import environ
+from everstep.checkpoint import flags
 from everstep.checkpoint.core.budget import bytes_of
-from everstep.checkpoint.core.retention import LESS, Keep
-from everstep.checkpoint.disk import Disk
-from everstep.checkpoint.holder import Held
+from everstep.checkpoint.disks import disks_of, nearest_first
 from everstep.checkpoint.shelf import Shelf
+from everstep.checkpoint.tier_settings import MAIN
 from everstep.errors import UsageError
 from everstep.faults import flags as faults
 from everstep.faults.companion import FaultCompanion
@@ -20,7 +18,7 @@ from everstep.launcher import run as launcher
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.run import Riders
 
-EXTENSIONS = ("everstep.faults.flags:add_run_arguments",)
+EXTENSIONS = ("everstep.faults.flags:add_run_arguments", "everstep.checkpoint.flags:add_run_arguments")
 """What adds flags to torchrun's parser, by name: it runs in the zygote."""
 
 
@@ -46,40 +44,19 @@ def riders(config: LaunchConfig) -> Riders:
                 "training function in @everstep.resilient; or leave the --fault-… flags out."
             )
         return riding
+    places = flags.places(given)
     cap = given.get("snapshot_memory")
-    shelf = Shelf(cap_bytes=None if cap is None else bytes_of(str(cap)), readers=1)
+    shelf = Shelf(cap_bytes=None if cap is None else bytes_of(str(cap)), readers=max(1, len(places)))
     riding.companions.append(shelf)
-    directory = given.get("checkpoint_dir") or environ.get("EVERSTEP_CHECKPOINT_DIR")
-    if directory is None and given.get("checkpoint_interval") is not None:
-        interval = _interval(given["checkpoint_interval"])
+    disks = disks_of(places, shelf, config.grace_s)
+    shelf.older = lambda: nearest_first(disks)
+    riding.companions += disks
+    if not any(place.tier == MAIN for place in places) and given.get("checkpoint_interval") is not None:
         riding.notices.append(
-            f"--checkpoint-interval {interval} is of no use alone: nothing is written to disk without --checkpoint-dir"
+            f"--checkpoint-interval {given['checkpoint_interval']} is of no use alone: nothing is written to disk "
+            "without --checkpoint-dir"
         )
-    if directory is not None:
-        disk = Disk(
-            str(directory), _interval(given.get("checkpoint_interval")), shelf, _keep(given),
-            hold=Held(str(directory)), grace_s=config.grace_s,
-        )  # fmt: skip
-        shelf.older = disk.committed
-        riding.companions.append(disk)
     if request is not None:
         riding.environment |= request.environment()
     riding.companions += [FaultCompanion(request, display.say), ProgressCompanion(display), ComparisonCompanion()]
     return riding
-
-
-def _keep(given: Mapping[str, Any]) -> Keep:
-    """What `--checkpoint-keep` and the flags beside it ask for. UsageError where they cannot be meant."""
-    name, _, mode = str(given.get("checkpoint_metric") or "").partition(":")
-    best = int(given.get("checkpoint_keep_best") or 0)
-    if bool(name) != bool(best):
-        raise UsageError("--checkpoint-keep-best and --checkpoint-metric are of use only together: give both, or none.")
-    return Keep(int(given["checkpoint_keep"]), given.get("checkpoint_keep_every"), best, name, mode or LESS)
-
-
-def _interval(flag: object) -> int:
-    text = environ.get("EVERSTEP_CHECKPOINT_INTERVAL", "100") if flag is None else str(flag)
-    assert text is not None
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--checkpoint-interval {text}: give a number of steps, 1 or more.")
-    return int(text)

@@ -83,7 +83,7 @@ class Claim:
         return os.path.join(self.directory, name)
 
     def _probe(self) -> None:
-        probe = self._path(f".everstep-probe-{self.job}")
+        probe = self._path(names.probe(self.job))
         done, files = probe + ".done", self._files
         self._trying("be written to (exclusive create, fsync)", lambda: put(files, probe, b"x"))
         self._trying("rename a file and sync its names", lambda: self._renamed(probe, done))

@@ -1,9 +1,8 @@
 """The disk tier as it rides on the agent: intents to the ranks, snapshots to the writers, commits, retention.
 
 It decides nothing itself: which step (core/intents.py), how far a save is (core/commit.py), what goes
-(core/retention.py). It carries messages between ranks, writers and those, and never touches the disk while the job
-runs: a writer does. Nothing that happens to a save stops training; every end of one is an event, and each failure is
-a notice at once, a word to every rank, and a sentence in the exit status.
+(core/retention.py). It carries messages between ranks, writers and those (disk_saves.py), and never touches the disk
+while the job runs: a writer does. Two of them, of two directories, read the same snapshots at their own pace.
 
     rank ◀─ disk.intent {save, step}              rank ─▶ disk.staged {save, buffer}  or  disk.late {save, step}
     rank ◀─ disk.void {save}, disk.problem {text}
@@ -13,54 +12,34 @@ a notice at once, a word to every rank, and a sentence in the exit status.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
-from everstep import ranks
 from everstep.checkpoint import catalog
-from everstep.checkpoint.core import commit, intents, names, retention
+from everstep.checkpoint.core import commit, intents, retention
 from everstep.checkpoint.core.final import newest_common
 from everstep.checkpoint.core.findings import Findings
-from everstep.checkpoint.core.plan import Committed, Plan, Sealed
+from everstep.checkpoint.core.plan import Committed
+from everstep.checkpoint.disk_saves import Saves
 from everstep.checkpoint.holder import Hold, OwnHold
-from everstep.checkpoint.inventory import Inventory
-from everstep.checkpoint.patience import GRACE_S, Patience
+from everstep.checkpoint.patience import GRACE_S
+from everstep.checkpoint.series import MAKE
+from everstep.checkpoint.source import Source
 from everstep.checkpoint.writers import Writers
-from everstep.events import Notice, TierEvent
+from everstep.errors import ConfigurationError
+from everstep.events import TierEvent
 from everstep.recovery.api import Child, Host, Message
 from everstep.recovery.core.words import Roster
 
 TIER = catalog.TIER
-SLOW_WRITE_S = 120.0
 
 
-class Source(Protocol):
-    """What the disk tier asks of whoever holds the snapshots (`shelf.Shelf`)."""
+class Disk(Saves):
+    """Companion of one directory, named for its tier. `keep`: what stays, a number: the newest so many, None: all.
 
-    @property
-    def plan(self) -> Plan | None:
-        """From what the present generation began; decided before `on_roster` comes to this tier."""
-        ...
-
-    def fd(self, rank: int, buffer: int) -> int:
-        """The descriptor of a buffer; stays the shelf's."""
-        ...
-
-    def hold(self, rank: int, buffer: int) -> None:
-        """Keep a buffer from being overwritten, whatever becomes of its worker."""
-        ...
-
-    def release(self, rank: int, buffer: int) -> None:
-        """A buffer may be overwritten again; its worker is told."""
-        ...
-
-    def sealed(self) -> Sequence[Sealed]:
-        """All snapshots that are whole now."""
-        ...
-
-
-class Disk:
-    """Companion `disk`. `keep`: what stays, a number: the newest so many, None: all."""
+    `behind`: another one, started before, whose directory holds what this one does, later. What goes wrong here is then
+    a notice, never the exit status; a directory that cannot serve, or is of another training, is done without; and the
+    last step is saved in the one behind alone.
+    """
 
     def __init__(
         self,
@@ -72,35 +51,46 @@ class Disk:
         *,
         hold: Hold | None = None,
         grace_s: float = GRACE_S,
+        behind: "Disk | None" = None,
     ) -> None:
-        self.prefix = self.tier = tier
+        super().__init__(tier, shelf, hold or OwnHold(directory), keep, grace_s, lesser=behind is not None)
         self._plan = intents.Plan(interval)
-        self._keep = retention.keep_of(keep)
-        self._shelf = shelf
-        self._hold = hold or OwnHold(directory)
-        self.directory, self._given = self._hold.directory, directory
-        self._save: commit.Save | None = None
-        self._lineage = (0, 0)
-        self._buffers: dict[int, int] = {}
-        self._asked_s = 0.0
-        self._patience = Patience(grace_s)
-        self._attempts = 0
-        self.inventory = Inventory(self.directory, tier)
-        self._condemned: list[int] = []
-        self._problems: list[str] = []
+        self._given = directory
         self._running = False  # a generation is under way
         self._final_tried = False
-        self._writers_begun: Writers | None = None
+        self._behind = behind
+        self.before: Disk | None = None  # who has us behind it
+        self.series: str | None = None  # of which training the checkpoints are, where that matters
+        self.findings: Findings | None = None
+        if behind is not None:
+            behind.before, behind.series = self, MAKE
 
     def start(self, host: Host) -> None:
         """See `Companion.start`."""
-        self._host = host
-        findings = self._hold.open(host.run_dir)
-        for text in findings.told:
-            self._notice(text.removeprefix("warning: "), "warning" if text.startswith("warning: ") else "info")
-        self._take_stock(findings)
-        self._writers_begun = Writers(host, self.directory, self._hold.lock, self._patience.sign_s)
-        self._writers.start()
+        self._host_given = host
+        findings = self.findings = self._opened()
+        if findings is not None:
+            self.series = findings.series
+            for text in findings.told:
+                self._notice(text.removeprefix("warning: "), "warning" if text.startswith("warning: ") else "info")
+            self._take_stock(findings)
+        if self.before is None:
+            self._check_that_one_is_whole()
+        if findings is not None:
+            called = "" if self.tier == TIER else f"{self.tier}-"
+            self._writers_begun = Writers(host, self.directory, self._hold.lock, self._patience.sign_s, called)
+            self._writers.start()
+
+    def _opened(self) -> Findings | None:
+        """Have the directory; None where it cannot serve and is done without."""
+        if self._behind is None:
+            return self._hold.open(self._host.run_dir, self.series)
+        try:
+            return self._hold.open(self._host.run_dir, self._behind.series)
+        except ConfigurationError as error:
+            self._hold.close()
+            self._notice(f"nothing is read from or written to the {self.tier} tier: {error}", "warning")
+            return None
 
     def committed(self) -> Sequence[Committed]:
         """Whole checkpoints of this directory, newest first, for the plan of a generation's beginning."""
@@ -195,25 +185,10 @@ class Disk:
         """See `Companion.on_tick`."""
         if self._patience.ending and self.outstanding:
             self._host.recheck()
-        save = self._save
-        if save is None or save.phase is not commit.Phase.WRITING or now - self._asked_s < SLOW_WRITE_S:
-            return
-        self._asked_s = now
-        silent = self._patience.silent_s(now)
-        state = "slow" if silent < SLOW_WRITE_S else f"stuck: it has taken nothing for {silent:.0f} s"
-        self._notice(
-            f"the checkpoint of step {save.step} has been in writing for over {SLOW_WRITE_S:.0f} s (waiting for the "
-            f"writer of rank {self._waiting_for(save)}): storage is {state}; training goes on without it",
-            "warning",
-        )
-        self._host.later(SLOW_WRITE_S)
-
-    def _waiting_for(self, save: commit.Save) -> str:
-        missing = set(range(save.world_size)) - set(save.written)
-        return ranks.brief(missing) if missing else str(save.merger)
+        self._look_whether_it_is_slow(now)
 
     def drained(self, completed: bool) -> bool:
-        """See `Companion.drained`. A completed job's last step is saved too, from memory.
+        """See `Companion.drained`. A completed job's last step is saved too, from memory, in one directory.
 
         A write is waited for as long as the storage takes something; where it has taken nothing for the grace time,
         the job ends without it, and its exit status says so.
@@ -223,11 +198,11 @@ class Disk:
             return True
         if self._save is not None:
             self._hear(self._save.token, commit.Stopped("the job ended before every rank came to it"))
-        if completed and not self._final_tried and self._save is None:
+        if completed and self._behind is None and not self._final_tried and self._save is None:
             self._final_tried = True
             self._save_last()
-        if self._save is None and self._condemned and self._writers.prune([], self._folders(self._condemned)):
-            self._condemned = []
+        if self._save is None:
+            self._remove_the_condemned()
         return not self.outstanding or self._waited_enough()
 
     def _waited_enough(self) -> bool:
@@ -236,37 +211,11 @@ class Disk:
             self._host.later(left + 0.01)
         return left <= 0
 
-    def _unsaved(self, save: commit.Save) -> str:
-        waiting = self._waiting_for(save)
-        return f"the checkpoint of step {save.step} was not saved (waiting for the writer of rank {waiting})"
-
-    @property
-    def outstanding(self) -> bool:
-        """True while writers have something to do."""
-        save = self._save
-        busy = self._writers_begun is not None and self._writers_begun.busy
-        return busy or (save is not None and save.phase is not commit.Phase.ASKED)
-
-    def problems(self) -> Sequence[str]:
-        """See `Companion.problems`."""
-        save = self._save
-        if self.outstanding and self._patience.gave_up:
-            what = "what was retired is not removed" if save is None else self._unsaved(save)
-            return (*self._problems, self._patience.told(what, self.directory))
-        if not self.outstanding or save is None:
-            return tuple(self._problems)
-        return (*self._problems, f"the checkpoint of step {save.step} was still being written when the job ended")
-
     def close(self) -> None:
         """See `Companion.close`. Also after a start that was refused."""
         if self._writers_begun is not None:
             self._writers.close()
         self._hold.close()
-
-    @property
-    def _writers(self) -> Writers:
-        assert self._writers_begun is not None, "start() comes first"
-        return self._writers_begun
 
     # stock of the directory
 
@@ -281,7 +230,12 @@ class Disk:
             taken = "it is skipped" if newest is None else f"step {newest} is taken"
             path = self.inventory.path(wound.step)
             self._notice(f"damaged checkpoint {path}: {wound.file} {wound.reason}; {taken}", "error")
-        self.inventory.check(findings.wounds)
+
+    def _check_that_one_is_whole(self) -> None:
+        """Where all that is there is damaged, a person decides: to begin anew is not for us."""
+        main = self._behind or self
+        if main.findings is not None and not (self.inventory.complete or main.inventory.complete):
+            main.inventory.check(main.findings.wounds)
 
     def _continue(self, step: int, total: int) -> None:
         told = self.inventory.continuing(step, total, self._host.world_size)
@@ -294,11 +248,11 @@ class Disk:
             self._host.emit(TierEvent(tier=self.tier, what="damaged", step=step, text=text))
             self._notice(f"damaged checkpoint {self.inventory.path(step)}: {text}; the next best is taken", "error")
 
-    # one save
+    # intents
 
     def _next(self) -> None:
         """Choose the next intent and tell the ranks, where a generation runs and no save is open."""
-        if not self._running or self._save is not None or self._writers.given_up:
+        if self._writers_begun is None or not self._running or self._save is not None or self._writers.given_up:
             return
         mine = [s.step for s in self._shelf.sealed() if (s.epoch, s.generation) == self._lineage]
         self._plan, choice = intents.choose(intents.saw(self._plan, max(mine, default=0)))
@@ -308,11 +262,9 @@ class Disk:
         self._host.emit(TierEvent(tier=self.tier, what="planned", step=save.step, text=choice.reason))
         self._tell({"kind": f"{self.prefix}.intent", "save": save.token, "step": save.step})
 
-    def _open(self, step: int, epoch: int, generation: int) -> commit.Save:
-        self._attempts += 1
-        token = str(names.Staging(step, epoch, generation, self._hold.job, self._attempts))
-        self._save = commit.Save(token, step, self._host.world_size)
-        return self._save
+    def _all_staged(self, save: commit.Save) -> None:
+        self._plan = intents.saw(self._plan, save.step)
+        super()._all_staged(save)
 
     def _save_last(self) -> None:
         """Save the newest step that memory holds whole, unless it is durable already."""
@@ -322,105 +274,6 @@ class Disk:
         token = self._open(whole[0].step, whole[0].epoch, whole[0].generation).token
         for snapshot in whole:
             self._staged(snapshot.rank, token, snapshot.buffer)
-
-    def _staged(self, rank: int, token: str, buffer: int) -> None:
-        if not self._is(token) or rank in self._buffers:
-            self._shelf.release(rank, buffer)  # it came after the save was void
-            return
-        self._shelf.hold(rank, buffer)
-        self._buffers[rank] = buffer
-        self._hear(token, commit.Staged(rank))
-
-    def _is(self, token: object) -> bool:
-        return self._save is not None and self._save.token == token
-
-    def _hear(self, token: object, event: commit.Event, size: int = 0) -> None:
-        if self._save is None or not self._is(token):
-            return
-        before = self._save
-        self._save, commands = commit.hear(before, event)
-        if before.phase is commit.Phase.ASKED and self._save.phase is commit.Phase.WRITING:
-            self._all_staged(self._save)
-        for command in commands:
-            self._do(self._save, command)
-        if self._save.ended:
-            self._end(self._save, size)
-
-    def _all_staged(self, save: commit.Save) -> None:
-        self._plan = intents.saw(self._plan, save.step)
-        self._asked_s = self._host.clock.now()
-        self._patience.moved(self._asked_s)
-        self._host.emit(TierEvent(tier=self.tier, what="taken", step=save.step))
-        self._host.later(SLOW_WRITE_S)
-
-    def _do(self, save: commit.Save, command: commit.Command) -> None:
-        match command:
-            case commit.Write(rank):
-                self._writers.write(rank, save.token, self._shelf.fd(rank, self._buffers[rank]), save.world_size)
-            case commit.Release(rank):
-                self._shelf.release(rank, self._buffers.pop(rank))
-            case commit.Merge(rank):
-                self._writers.merge(rank, save.token, self.inventory.metrics.get(save.step, {}))
-            case commit.Withdraw():
-                self._tell({"kind": f"{self.prefix}.void", "save": save.token})
-            case commit.Discard():
-                self._writers.discard(save.token)
-
-    def _end(self, save: commit.Save, size: int) -> None:
-        seconds = self._host.clock.now() - self._asked_s
-        self._save = None
-        self._buffers.clear()
-        self._writers.forget_fragments()
-        ends: dict[commit.Phase, Callable[[], None]] = {
-            commit.Phase.COMMITTED: lambda: self._durable(save, size, seconds),
-            commit.Phase.VOID: lambda: self._host.emit(
-                TierEvent(tier=self.tier, what="skipped", step=save.step, text=save.text)
-            ),
-            commit.Phase.FAILED: lambda: self._failed(save, seconds),
-        }
-        ends[save.phase]()
-        self._ended(save)
-        self._next()
-        self._host.recheck()
-
-    def _ended(self, save: commit.Save) -> None:
-        """A save has come to its end, and the next is not chosen yet."""
-
-    def _durable(self, save: commit.Save, size: int, seconds: float) -> None:
-        self.inventory.add(save.step, save.world_size)
-        self._host.emit(TierEvent(tier=self.tier, what="committed", step=save.step, bytes=size, seconds=seconds))
-        decision = self.inventory.going(self._keep, besides=save.step)
-        going = decision.remove
-        if not going and not self._condemned:
-            return
-        if self._writers.prune(self._folders(going), self._folders(self._condemned)):
-            self.inventory.complete -= set(going)
-            self._condemned = list(going)
-            for step in going:
-                self._host.emit(TierEvent(tier=self.tier, what="removed", step=step, text=decision.reason))
-
-    def _failed(self, save: commit.Save, seconds: float) -> None:
-        newest = self.inventory.newest
-        stands = "none is durable yet" if newest is None else f"the newest durable one is of step {newest}"
-        text = f"the checkpoint of step {save.step} was not saved: {save.text}"
-        self._problems.append(text)
-        self._host.emit(TierEvent(tier=self.tier, what="failed", step=save.step, seconds=seconds, text=save.text))
-        self._notice(f"{text}. Training goes on; {stands}.", "error")
-        self._tell({"kind": f"{self.prefix}.problem", "text": text})
-        if self._condemned and self._writers.prune([], self._folders(self._condemned)):
-            self._condemned = []  # their room may be what was missing
-
-    # words
-
-    def _tell(self, message: Message) -> None:
-        for rank in range(self._host.world_size):
-            self._host.send(rank, message)
-
-    def _notice(self, text: str, level: str) -> None:
-        self._host.emit(Notice(text=text, level=level))
-
-    def _folders(self, steps: Sequence[int]) -> list[str]:
-        return [names.committed(step) for step in steps]
 
 
 def _close(fds: Sequence[int]) -> None:

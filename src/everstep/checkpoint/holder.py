@@ -22,11 +22,13 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from everstep import environ
 from everstep.checkpoint.core import names
 from everstep.checkpoint.core.findings import Findings
+from everstep.checkpoint.series import settle
 from everstep.checkpoint.stocktaking import take_stock
 from everstep.checkpoint.storage import opening
 from everstep.checkpoint.storage.fsspec_bucket import deadline_s
@@ -46,8 +48,11 @@ class Hold(Protocol):
     job: str
     lock: str
 
-    def open(self, run: str) -> Findings:
-        """Claim the directory, sweep it, and say what lies there. ConfigurationError where it cannot serve."""
+    def open(self, run: str, series: str | None = None) -> Findings:
+        """Claim the directory, sweep it, and say what lies there. ConfigurationError where it cannot serve.
+
+        `series`: of which training it must be (series.py); None: that is not asked.
+        """
         ...
 
     def close(self) -> None:
@@ -67,10 +72,11 @@ class OwnHold:
         self.lock = self._claim.lock
         self._moving = moving
 
-    def open(self, run: str) -> Findings:
+    def open(self, run: str, series: str | None = None) -> Findings:
         """See `Hold.open`."""
         told = self._claim.take(run)
-        return take_stock(self.directory, told, self._moving)
+        own = "" if series is None else settle(self.directory, series, self.job)
+        return replace(take_stock(self.directory, told, self._moving), series=own)
 
     def close(self) -> None:
         """See `Hold.close`."""
@@ -90,13 +96,13 @@ class Held:
         self._line: socket.socket | None = None
         self._pid = 0
 
-    def open(self, run: str) -> Findings:
+    def open(self, run: str, series: str | None = None) -> Findings:
         """See `Hold.open`. Also ConfigurationError where the directory does not answer."""
         self._line, theirs = socket.socketpair()
         with theirs:
             theirs.set_inheritable(True)
             command = [sys.executable, "-m", "everstep.checkpoint.holder"]
-            words = [str(theirs.fileno()), self.directory, self.job, run]
+            words = [str(theirs.fileno()), self.directory, self.job, run, *([] if series is None else [series])]
             self._pid = os.posix_spawn(sys.executable, [*command, *words], environ.snapshot())
         found = b""
         while True:
@@ -168,7 +174,7 @@ class _Voice:
             self.say(moving=True)
 
 
-def main(fd: str, directory: str, job: str, run: str) -> None:
+def main(fd: str, directory: str, job: str, run: str, series: str | None = None) -> None:
     """Entry of the process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # a terminal's, or a scheduler's: the agent decides
@@ -177,7 +183,7 @@ def main(fd: str, directory: str, job: str, run: str) -> None:
     voice = _Voice(line)
     hold = OwnHold(directory, job, moving=voice.moving)
     try:
-        stock = hold.open(run)
+        stock = hold.open(run, series)
     except EverstepError as error:
         voice.say(refused=str(error))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A rank's side of the disk tier: knows the one step that is to be staged, and holds what was, until it is written.
+"""A rank's side of the disk tiers: knows the one step that is to be staged, and holds what was, until it is written.
 
 Two threads meet here: the waiter, which hears the agent (`on_message`), and the main thread at the end of each step
 (`due`, `staged`). Rule: an intent for a step that this rank has already ended is answered "late", never taken later:
@@ -9,14 +9,19 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from everstep.checkpoint.tier_settings import LOCAL, MAIN
+
+DIRECTORIES = (MAIN, LOCAL)
+"""Directories that an agent may write to, by the prefix of their messages."""
+
 Send = Callable[[Mapping[str, Any]], None]
 
 
 class IntentClient:
     """Fed by the waiter thread; the main thread asks `due` after each step, and says `staged` of what it took."""
 
-    def __init__(self, send: Send, step: int = 0) -> None:
-        self._send = send
+    def __init__(self, send: Send, step: int = 0, tier: str = MAIN) -> None:
+        self.tier, self._send = tier, send
         self._lock = threading.Lock()
         self._done = step
         self._intent: tuple[str, int] | None = None
@@ -25,15 +30,15 @@ class IntentClient:
         self._wanted = -1  # the step of the last intent
 
     def on_message(self, message: Mapping[str, Any]) -> None:
-        """Hear the agent: any message whose kind starts with `disk.`. On the waiter thread."""
-        match message["kind"]:
-            case "disk.intent":
+        """Hear the agent: any message whose kind starts with the tier's name. On the waiter thread."""
+        match message["kind"].partition(".")[2]:
+            case "intent":
                 self._offered(message["save"], message["step"])
-            case "disk.void":
+            case "void":
                 with self._lock:
                     if self._intent is not None and self._intent[0] == message["save"]:
                         self._intent = None
-            case "disk.problem":
+            case "problem":
                 with self._lock:
                     self._problems.append(message["text"])
             case _:
@@ -46,7 +51,7 @@ class IntentClient:
                 self._intent = (save, step)
                 self._wanted = step
         if step <= present:
-            self._send({"kind": "disk.late", "save": save, "step": present})
+            self._send({"kind": f"{self.tier}.late", "save": save, "step": present})
 
     def due(self, step: int) -> bool:
         """Say that `step` is done here; True when its snapshot is to be held for the disk. Main thread."""
@@ -60,7 +65,7 @@ class IntentClient:
             if step == wanted:
                 self._taking = save
                 return True
-        self._send({"kind": "disk.late", "save": save, "step": step})  # the loop jumped over it
+        self._send({"kind": f"{self.tier}.late", "save": save, "step": step})  # the loop jumped over it
         return False
 
     def staged(self, buffer: int | None) -> None:
@@ -70,24 +75,24 @@ class IntentClient:
         if save is None:
             return
         if buffer is None:
-            self._send({"kind": "disk.late", "save": save, "step": step})
+            self._send({"kind": f"{self.tier}.late", "save": save, "step": step})
         else:
-            self._send({"kind": "disk.staged", "save": save, "buffer": buffer})
+            self._send({"kind": f"{self.tier}.staged", "save": save, "buffer": buffer})
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """What was measured at `step`, by which the best checkpoints are kept; told where that step is saved."""
         with self._lock:
             wanted = self._wanted == step
         if wanted and metrics:
-            self._send({"kind": "disk.measured", "step": step, "metrics": dict(metrics)})
+            self._send({"kind": f"{self.tier}.measured", "step": step, "metrics": dict(metrics)})
 
     def damaged(self, step: int, text: str) -> None:
         """A restore could not read the checkpoint of `step`: it is struck out for the next generation's plan."""
-        self._send({"kind": "disk.damaged", "step": step, "text": text})
+        self._send({"kind": f"{self.tier}.damaged", "step": step, "text": text})
 
     def restored(self, step: int, total: int) -> None:
         """The checkpoint of `step` is where this rank goes on, in a job of `total` steps."""
-        self._send({"kind": "disk.restored", "step": step, "total": total})
+        self._send({"kind": f"{self.tier}.restored", "step": step, "total": total})
 
     def rewound(self, step: int) -> None:
         """A generation begins after `step`; intents of the last one are void."""
@@ -99,3 +104,45 @@ class IntentClient:
         with self._lock:
             told, self._problems = self._problems, []
         return told
+
+
+class Disks:
+    """All directories of a rank: one snapshot serves each that wants its step."""
+
+    def __init__(self, send: Send) -> None:
+        self._disks = {name: IntentClient(send, tier=name) for name in DIRECTORIES}
+
+    def on_message(self, message: Mapping[str, Any]) -> None:
+        """See `IntentClient.on_message`."""
+        self._disks[str(message["kind"]).partition(".")[0]].on_message(message)
+
+    def due(self, step: int) -> bool:
+        """See `IntentClient.due`: True where any of them wants it. Each is told of the step."""
+        wanted = [disk.due(step) for disk in self._disks.values()]
+        return any(wanted)
+
+    def staged(self, buffer: int | None) -> None:
+        """See `IntentClient.staged`."""
+        for disk in self._disks.values():
+            disk.staged(buffer)
+
+    def measured(self, tier: str, step: int, metrics: Mapping[str, float]) -> None:
+        """See `IntentClient.measured`."""
+        self._disks[tier].measured(step, metrics)
+
+    def damaged(self, tier: str, step: int, text: str) -> None:
+        """See `IntentClient.damaged`."""
+        self._disks[tier].damaged(step, text)
+
+    def restored(self, tier: str, step: int, total: int) -> None:
+        """See `IntentClient.restored`."""
+        self._disks[tier].restored(step, total)
+
+    def rewound(self, step: int) -> None:
+        """See `IntentClient.rewound`."""
+        for disk in self._disks.values():
+            disk.rewound(step)
+
+    def problems(self) -> list[str]:
+        """See `IntentClient.problems`."""
+        return [text for disk in self._disks.values() for text in disk.problems()]

@@ -9,6 +9,7 @@ import json
 import platform
 import secrets
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from everstep import environ
 from everstep.errors import CheckpointError, ConfigurationError, ExitCode, UsageError
 from everstep.process import detach, mark
 from everstep.recovery.link import Link, LinkClosed
+from everstep.recovery.session import current
 from everstep.telemetry import boot_id, say
 
 MEET_S = 300.0
@@ -95,7 +97,8 @@ def _welcome(link: Link, rank: int) -> Message:
 def _start(settings: Mapping[str, Any], world_size: int, pid: int, door: socket.socket | None) -> Link:
     ours, theirs = Link.pair()
     training = {"torch": str(torch.__version__), "python": platform.python_version()}
-    ours.send({"kind": "ckpt.begin", **settings, "world_size": world_size, "pid": pid, "training": training})
+    where = {"world_size": world_size, "pid": pid, "training": training, "ledger": _ledger()}
+    ours.send({"kind": "ckpt.begin", **settings, **where})
     fds = (theirs.fileno(),) if door is None else (theirs.fileno(), door.fileno())
     environment = environ.snapshot()
     for name in mark.words(""):
@@ -110,6 +113,14 @@ def _start(settings: Mapping[str, Any], world_size: int, pid: int, door: socket.
     finally:
         theirs.close()
     return ours
+
+
+def _ledger() -> dict[str, Any]:
+    """In which run folder the keeper tells what became of the saves; `own`: nobody else says there that a run began."""
+    session = current()
+    if session is not None:
+        return {"run_dir": str(session.run_dir), "own": False}
+    return {"run_dir": environ.get("EVERSTEP_RUN_DIR") or "", "own": True, "argv": sys.argv}
 
 
 # Several ranks.

@@ -27,6 +27,7 @@ from typing import Any
 from everstep.checkpoint.asked_shelf import AskedShelf
 from everstep.checkpoint.core.retention import Keep
 from everstep.checkpoint.keeper_host import KeeperHost
+from everstep.checkpoint.keeper_ledger import KeeperLedger
 from everstep.checkpoint.ondemand import OnDemand
 from everstep.checkpoint.restoring import Restoring
 from everstep.checkpoint.shares import shares
@@ -111,7 +112,7 @@ class Keeper:
         shelf.older = lambda: [
             one for tier in tiers for one in tier.committed() if shelf.only is None or one.step == shelf.only
         ]
-        self._host = KeeperHost(self._loop, settings, shelf, tiers)
+        self._host = KeeperHost(self._loop, settings, shelf, tiers, KeeperLedger(settings, self._loop.clock))
         self._restoring = Restoring(self._host)
 
     def _hello(self, line: Line, message: Mapping[str, Any]) -> None:
@@ -253,6 +254,7 @@ class Keeper:
             if problems and len(self._closing) < host.world_size and self._welcomed:
                 say("; ".join(problems))
             host.close()
+            host.ledger.close(problems)
         for sole in self._sole:
             sole.close()
         self._loop.stop()

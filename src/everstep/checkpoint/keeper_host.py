@@ -12,7 +12,9 @@ from importlib import import_module
 from typing import Any
 
 from everstep.checkpoint.asked_shelf import AskedShelf
+from everstep.checkpoint.keeper_ledger import KeeperLedger
 from everstep.checkpoint.ondemand import OnDemand
+from everstep.checkpoint.tier_settings import MAIN
 from everstep.events import Event, Notice
 from everstep.process import kernel
 from everstep.process.loop import Loop
@@ -43,8 +45,15 @@ class Writer:
 class KeeperHost:
     """What stands behind the `recovery.api.Host` of the shelf and of every tier."""
 
-    def __init__(self, loop: Loop, settings: Mapping[str, Any], shelf: AskedShelf, tiers: Sequence[OnDemand]) -> None:
-        self._loop, self.clock = loop, loop.clock
+    def __init__(
+        self,
+        loop: Loop,
+        settings: Mapping[str, Any],
+        shelf: AskedShelf,
+        tiers: Sequence[OnDemand],
+        ledger: KeeperLedger,
+    ) -> None:
+        self._loop, self.clock, self.ledger = loop, loop.clock, ledger
         self._settings = settings
         self.shelf, self.tiers = shelf, tiers
         self.run_dir = f"a Checkpointer of process {settings['pid']}"
@@ -70,6 +79,8 @@ class KeeperHost:
         """A rank says something to what rides here."""
         if kind.endswith(".offer"):
             self.taken_s[rank, int(message["buffer"])] = self.clock.wall()
+        if kind == f"{MAIN}.offer":
+            self.ledger.taken(rank, message)
         companions: list[Companion] = [self.shelf, *self.tiers]
         for companion in companions:
             if kind.startswith(f"{companion.prefix}."):
@@ -159,7 +170,8 @@ class KeeperHost:
         return writer
 
     def emit(self, event: Event) -> None:
-        """See `Host.emit`: there is no ledger; what people should read is said."""
+        """See `Host.emit`: what people should read is said."""
+        self.ledger.emit(event)
         if isinstance(event, Notice) and event.level != "info":
             say(event.text)
 

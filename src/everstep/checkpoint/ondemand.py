@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 
 from everstep.checkpoint.core import commit, retention
 from everstep.checkpoint.core.findings import Findings
-from everstep.checkpoint.disk import Disk, Source
+from everstep.checkpoint.disk import Disk
+from everstep.checkpoint.source import Source
 from everstep.events import TierEvent
 from everstep.recovery.api import Message
 from everstep.recovery.core.words import Roster
@@ -126,6 +127,9 @@ class OnDemand(Disk):
             self.wounds.append((wound.step, f"step {wound.step} on {self.tier} is damaged ({text})"))
             self._host.emit(TierEvent(tier=self.tier, what="damaged", step=wound.step, text=text))
             self._notice(f"damaged checkpoint {self.inventory.path(wound.step)}: {text}; it is skipped", "error")
+
+    def _check_that_one_is_whole(self) -> None:
+        """A restore says what is not."""
 
     def _said(self, rank: int, verb: str, message: Message) -> None:
         match verb:

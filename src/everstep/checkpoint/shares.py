@@ -4,13 +4,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from everstep.checkpoint.core.plan import Plan, Sealed
-from everstep.checkpoint.disk import Source
+from everstep.checkpoint.source import Source
 
 Holders = defaultdict[tuple[int, int], set["Share"]]
 
 
 class Share:
-    """What one tier sees of the shelf; implements `disk.Source`. Made by `shares`."""
+    """What one tier sees of the shelf; implements `source.Source`. Made by `shares`."""
 
     def __init__(self, shelf: Source, holders: Holders) -> None:
         self._shelf, self._holders = shelf, holders

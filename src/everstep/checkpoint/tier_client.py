@@ -31,7 +31,14 @@ class TierClient:
 
     def taken(self, number: int, step: int, taken: Taken, *, due: bool, metrics: Mapping[str, float]) -> None:
         """Save `number` is in a buffer. Main thread."""
-        offer = {"number": number, "step": step, "buffer": taken.buffer, "due": due, "held": taken.held and self._told}
+        offer: dict[str, Any] = {
+            "number": number,
+            "step": step,
+            "buffer": taken.buffer,
+            "due": due,
+            "held": taken.held and self._told,
+        }
+        offer |= {"bytes": taken.bytes, "seconds": taken.seconds}
         self._send({"kind": f"{self._tier}.offer", **offer, **({"metrics": metrics} if metrics else {})})
         with self._lock:
             self._taken[number], self._newest = (step, taken), number

@@ -16,13 +16,13 @@ DEATHS_IN_A_ROW = 3
 
 
 class Writers:
-    """The writers of one agent, by rank."""
+    """The writers of one agent and one directory, by rank. `called`: stands in their names before the rank."""
 
-    def __init__(self, host: Host, directory: str, lock: str, tell_s: float) -> None:
+    def __init__(self, host: Host, directory: str, lock: str, tell_s: float, called: str = "") -> None:
         self._host = host
         self._directory = directory
         self._lock = lock
-        self._tell_s = tell_s
+        self._tell_s, self._called = tell_s, called
         self._children: dict[int, Child] = {}
         self._deaths: dict[int, int] = {}
         self._outstanding: dict[int, int] = {}
@@ -36,7 +36,7 @@ class Writers:
 
     def _begin(self, rank: int) -> None:
         arguments = {"directory": self._directory, "rank": rank}
-        child = self._host.spawn(f"writer-{rank}", ENTRY, arguments)
+        child = self._host.spawn(f"writer-{self._called}{rank}", ENTRY, arguments)
         self._children[rank] = child
         if self._lock:
             child.send({"kind": "keep", "lock": self._lock})

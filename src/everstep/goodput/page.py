@@ -18,6 +18,7 @@ from everstep.goodput.core.accounting import Ledger, RankTime
 from everstep.goodput.core.axis import NS, to_s
 from everstep.goodput.core.lanes import Lane
 from everstep.goodput.core.recoveries import Recovery
+from everstep.goodput.core.saws import saw
 from everstep.goodput.core.shapes import Bar, Window, bars, css_name, curve, ticks
 
 CLOSE_UP_RANKS = 8
@@ -50,7 +51,13 @@ def render(ledger: Ledger, name: str) -> str:
         loader=PackageLoader("everstep.goodput", "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"s": words.seconds, "share": words.share, "size": words.size, "maybe": words.maybe}
+    environment.filters |= {
+        "s": words.seconds,
+        "share": words.share,
+        "size": words.size,
+        "maybe": words.maybe,
+        "steps": words.steps,
+    }
     return environment.get_template("report.html.j2").render(_context(ledger, name))
 
 
@@ -72,6 +79,8 @@ def _context(ledger: Ledger, name: str) -> dict[str, Any]:
         "time_ticks": _time_ticks(window, 0, 6),
         "categories": _categories(ledger),
         "shares": [(r, _stack(r)) for r in ledger.ranks],
+        "tiers": [(tier, saw(tier, window, ledger.story.sessions)) for tier in ledger.tiers],
+        "quoted": words.quoted(ledger.tiers),
         "css_name": css_name,
     }
 

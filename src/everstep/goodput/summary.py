@@ -9,6 +9,7 @@ from typing import Any
 
 from everstep.goodput.core.accounting import Ledger
 from everstep.goodput.core.recoveries import Recovery
+from everstep.goodput.core.tiers import Tier
 
 FAULT_KEYS = (
     "step", "rank", "type", "noticed_by", "detect_s", "stop_s", "regroup_s", "rebuild_s", "restore_s", "redo_s",
@@ -30,6 +31,7 @@ def to_json(ledger: Ledger) -> dict[str, Any]:
             for r in ledger.ranks
         ],
         "faults": [fault_to_json(r) for r in ledger.recoveries],
+        "tiers": [tier_to_json(t) for t in ledger.tiers],
         "ledger": _how(ledger),
     }
 
@@ -37,6 +39,26 @@ def to_json(ledger: Ledger) -> dict[str, Any]:
 def fault_to_json(recovery: Recovery) -> dict[str, Any]:
     """Return one fault."""
     return {key: getattr(recovery, key) for key in FAULT_KEYS}
+
+
+def tier_to_json(tier: Tier) -> dict[str, Any]:
+    """Return one tier. Names as in core/tiers.py; `bytes` and `seconds` are sums over what was committed."""
+    return {
+        "tier": tier.name,
+        "taken": tier.taken,
+        "coalesced": tier.coalesced,
+        "committed": tier.committed,
+        "failed": tier.failed,
+        "bytes": tier.bytes,
+        "seconds": tier.seconds,
+        "achieved_interval_steps": tier.interval_steps,
+        "achieved_interval_s": tier.interval_s,
+        "newest_durable_step": tier.newest_step,
+        "age_s": tier.age_s,
+        "oldest_s": tier.oldest_s,
+        "save_s": tier.save_s,
+        "what": dict(tier.counts),
+    }
 
 
 def _how(ledger: Ledger) -> dict[str, Any]:
@@ -59,19 +81,5 @@ def _how(ledger: Ledger) -> dict[str, Any]:
                 "took_rank": s.took[0] if s.took else None,
             }
             for s in ledger.spares
-        ],
-        "tiers": [
-            {
-                "tier": t.name,
-                "saves": t.saves,
-                "what": t.counts,
-                "interval_steps": t.interval_steps,
-                "interval_s": t.interval_s,
-                "bytes": t.bytes,
-                "save_s": t.seconds,
-                "newest_step": t.newest_step,
-                "newest_age_s": t.newest_age_s,
-            }
-            for t in ledger.tiers
         ],
     }

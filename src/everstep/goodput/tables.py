@@ -13,6 +13,7 @@ from everstep.goodput.core.accounting import Ledger
 from everstep.goodput.core.axis import to_s
 from everstep.goodput.core.comparable import verdict
 from everstep.goodput.core.recoveries import Recovery
+from everstep.goodput.core.tiers import Tier
 
 PARTS = ("detect_s", "stop_s", "regroup_s", "rebuild_s", "restore_s", "redo_s", "new_step_s")
 RANKS_SHOWN = 64
@@ -145,14 +146,19 @@ def _seconds(ledger: Ledger, width: int) -> Iterator[RenderableType]:
 
 
 def _tiers(ledger: Ledger, width: int) -> Iterator[RenderableType]:
-    rows = [
-        ["tier", "saves", "interval", "in time", "one took", "written", "newest step", "its age", "what became of them"]
-    ]
-    for tier in ledger.tiers:
-        interval = words.NONE if tier.interval_steps is None else f"{tier.interval_steps:.1f} steps"
-        what = ", ".join(f"{number} {name}" for name, number in tier.counts.items())
-        rows.append([
-            tier.name, str(tier.saves), interval, words.seconds(tier.interval_s), words.seconds(tier.seconds),
-            words.size(tier.bytes), words.maybe(tier.newest_step), words.seconds(tier.newest_age_s), what,
-        ])  # fmt: skip
+    heads = [
+        "tier", "taken", "coalesced", "committed", "failed", "interval", "in time", "one took", "written", "newest",
+        "its age", "oldest",
+    ]  # fmt: skip
+    rows = [heads, *(_tier(tier) for tier in ledger.tiers)]
     yield from _grid("checkpoints", rows, width, strong=0)
+    efficiency = words.share(ledger.figures.checkpoint_efficiency)
+    yield Text(f"checkpoint efficiency {efficiency} with {words.quoted(ledger.tiers)}", style="dim")
+
+
+def _tier(tier: Tier) -> list[str]:
+    return [
+        tier.name, *(str(n) for n in (tier.taken, tier.coalesced, tier.committed, tier.failed)),
+        words.steps(tier.interval_steps), words.seconds(tier.interval_s), words.seconds(tier.save_s),
+        words.size(tier.bytes), words.maybe(tier.newest_step), words.seconds(tier.age_s), words.seconds(tier.oldest_s),
+    ]  # fmt: skip

@@ -36,7 +36,7 @@ def no_metadata(manifest: Manifest) -> bytes:
 
 @dataclass
 class BenchShelf:
-    """Holds the snapshots of all ranks; `disk.Source`."""
+    """Holds the snapshots of all ranks; `source.Source`."""
 
     world_size: int
     plan: Plan | None = None
@@ -46,19 +46,19 @@ class BenchShelf:
     )
 
     def fd(self, rank: int, buffer: int) -> int:
-        """See `disk.Source.fd`."""
+        """See `source.Source.fd`."""
         return self.buffers[rank, buffer][0]
 
     def hold(self, rank: int, buffer: int) -> None:
-        """See `disk.Source.hold`."""
+        """See `source.Source.hold`."""
         self.held.add((rank, buffer))
 
     def release(self, rank: int, buffer: int) -> None:
-        """See `disk.Source.release`."""
+        """See `source.Source.release`."""
         self.held.discard((rank, buffer))
 
     def sealed(self) -> Sequence[Sealed]:
-        """See `disk.Source.sealed`."""
+        """See `source.Source.sealed`."""
         return [sealed for _, sealed in self.buffers.values()]
 
     def take(self, rank: int, step: int, generation: int) -> int:
@@ -142,6 +142,7 @@ class DiskBench:
         keep: Keep | int | None = 2,
         files: Callable[[int], FileOps] = lambda rank: UnsyncedFiles(),
         clock: Clock = SYSTEM,
+        start: bool = True,
     ) -> None:
         self.clock, self.world_size, self.run_dir = clock, world_size, "bench"
         self.events: list[Event] = []
@@ -153,6 +154,11 @@ class DiskBench:
         self.shelf = self.shelf_type(world_size)
         self.disk = self.make(directory, interval, keep)
         self.clients = [self._client(rank) for rank in range(world_size)]
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """The agent begins."""
         try:
             self.disk.start(self)
         except EverstepError:
@@ -165,7 +171,7 @@ class DiskBench:
         return Disk(directory, interval, self.shelf, keep)
 
     def _client(self, rank: int) -> IntentClient:
-        return IntentClient(lambda message: self.disk.on_message(rank, message, ()))
+        return IntentClient(lambda message: self.disk.on_message(rank, message, ()), tier=self.disk.tier)
 
     # the Host
 

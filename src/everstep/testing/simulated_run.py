@@ -181,12 +181,14 @@ class SimulatedRun:
             self._span(rank, Category.DATA_WAIT, begun, begun + wait, step)
             self._span(rank, Category.STEP, begun + wait, end, step)
             values = {"loss": self.loss(step) + 0.01 * rank}
-            self._say(StepDone(step=step, seconds=end - begun - wait, values=values), end, rank)
+            size, took = (20_000_000, self.snapshot_s) if self.memory_tier else (0, 0.0)
+            self._say(
+                StepDone(step=step, seconds=end - begun - wait, values=values, snapshot_bytes=size, snapshot_s=took),
+                end,
+                rank,
+            )
             self._span(rank, Category.SNAPSHOT, end, snapped[rank], step)
         self._now = max(snapped)
-        if self.memory_tier:
-            event = TierEvent(tier="memory", what="taken", step=step, bytes=40_000_000, seconds=self.snapshot_s)
-            self._say(event, self._now, 0)
         if self.checkpoint_every and step % self.checkpoint_every == 0:
             event = TierEvent(tier="disk", what="committed", step=step, bytes=160_000_000, seconds=0.8 * self.step_s)
             self._say(event, self._now, pid=FIRST_WORKER - 1, role="writer")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from everstep import environ
 from everstep.checkpoint.core.budget import bytes_of
-from everstep.checkpoint.intent_client import IntentClient
+from everstep.checkpoint.intent_client import Disks
 from everstep.checkpoint.snapshot import Snapshotter
 from everstep.clock import SYSTEM, Clock
 from everstep.environ import Placement
@@ -31,7 +31,7 @@ from everstep.telemetry import say
 from everstep.training import keeper as keepers
 from everstep.training.keeper import CannotBeKept
 from everstep.training.loop import Epochs
-from everstep.training.parts import Faults, Keeper, NoFaults
+from everstep.training.parts import Asked, Faults, Keeper, NoFaults
 from everstep.training.run import Run
 
 T = TypeVar("T")
@@ -61,12 +61,10 @@ class NoKeeper:
     def __init__(self) -> None:
         self.epochs = Epochs()
 
-    def open(
-        self, state: Mapping[str, Any], loader: Any, checkpoint_dir: str | None, checkpoint_interval: int | None
-    ) -> None:
+    def open(self, state: Mapping[str, Any], loader: Any, asked: Asked) -> None:
         """See `Keeper.open`."""
-        del state, loader, checkpoint_interval
-        if checkpoint_dir is not None:
+        del state, loader
+        if _wants_a_disk(asked):
             say(_NO_DISK)
 
     def restore(self, total: int) -> int:
@@ -77,8 +75,10 @@ class NoKeeper:
     def restore_randomness(self) -> None:
         """See `Keeper.restore_randomness`."""
 
-    def take(self, step: int) -> None:
+    def take(self, step: int) -> int:
         """See `Keeper.take`."""
+        del step
+        return 0
 
     def measured(self, step: int, values: Mapping[str, float]) -> None:
         """See `Keeper.measured`."""
@@ -92,12 +92,10 @@ class AloneKeeper(keepers.Keeper):
 
     _keeps = False
 
-    def open(
-        self, state: Mapping[str, Any], loader: Any, checkpoint_dir: str | None, checkpoint_interval: int | None
-    ) -> None:
+    def open(self, state: Mapping[str, Any], loader: Any, asked: Asked) -> None:
         """See `Keeper.open`. What cannot be kept trains all the same, and a fault begins at step 1 again."""
         try:
-            super().open(state, loader, checkpoint_dir, checkpoint_interval)
+            super().open(state, loader, asked)
         except (CannotBeKept, MemoryShortage) as error:
             if self._told.get("restore") is not None:  # the others go on from there
                 raise
@@ -106,10 +104,9 @@ class AloneKeeper(keepers.Keeper):
         else:
             self._keeps = True
 
-    def _check_disk(self, directory: str | None, interval: int | None) -> None:
+    def _check_disks(self, asked: Asked) -> None:
         """There is nobody who could write there."""
-        del interval
-        if directory is not None and self._rank == 0 and self._generation == 0:
+        if _wants_a_disk(asked) and self._rank == 0 and self._generation == 0:
             say(_NO_DISK)
 
     def restore(self, total: int) -> int:
@@ -119,10 +116,13 @@ class AloneKeeper(keepers.Keeper):
             say(f"generation {self._generation} goes on with step {step + 1}: {self._told.get('reason', '')}")
         return step
 
-    def take(self, step: int) -> None:
+    def take(self, step: int) -> int:
         """See `Keeper.take`."""
-        if self._keeps:
-            super().take(step)
+        return super().take(step) if self._keeps else 0
+
+
+def _wants_a_disk(asked: Asked) -> bool:
+    return asked.checkpoint_dir is not None or asked.checkpoint_local_dir is not None
 
 
 _NO_DISK = "checkpoint_dir is ignored: checkpoints are written by the agent; start the script with `everstep run`"
@@ -211,7 +211,7 @@ class Ours:
         self._session, self._backend, self._where = session, backend, where
         self.interrupter = Interrupter()
         self._snapshotter = Snapshotter(session.send, clock=session.clock)
-        self._intents = IntentClient(session.send)
+        self._disks = Disks(session.send)
         self._cleaning = Cleaning(clock=session.clock)
         session.on("snapshot", self._snapshotter.on_message)
 
@@ -220,7 +220,7 @@ class Ours:
         """Make this generation's group and hand out its Run. The device stays where the launcher has put it."""
         session, rank, local = self._session, assignment.rank, self._where.local_rank
         self._snapshotter.begin(rank, assignment.world_size, assignment.companions["snapshot"])
-        keeper = AloneKeeper(assignment, self._snapshotter, self._intents, session.telemetry, session.clock)
+        keeper = AloneKeeper(assignment, self._snapshotter, self._disks, session.telemetry, session.clock)
         with self._cleaning.meeting.entered(assignment):
             self._cleaning.meeting.init_process_group(self._backend)
             device = device_of(self._backend, local)

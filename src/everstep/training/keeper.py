@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from everstep.checkpoint.core.plan import MEMORY
-from everstep.checkpoint.intent_client import IntentClient
+from everstep.checkpoint.intent_client import DIRECTORIES, Disks
 from everstep.checkpoint.load import State, open_for
 from everstep.checkpoint.snapshot import Recovered, Snapshotter
 from everstep.clock import Clock
@@ -18,10 +18,10 @@ from everstep.inprocess.assignment import Assignment
 from everstep.telemetry import Telemetry, say
 from everstep.training.exact import rebuilt_in_another_order
 from everstep.training.loop import Epochs
+from everstep.training.parts import Asked
 
 LOADER = "loader"
 EPOCHS = "epochs"
-_DISK = "disk"
 
 
 class CannotBeKept(UsageError):
@@ -35,24 +35,22 @@ class Keeper:
         self,
         assignment: Assignment,
         snapshotter: Snapshotter,
-        intents: IntentClient,
+        disks: Disks,
         telemetry: Telemetry,
         clock: Clock,
     ) -> None:
-        self._snapshotter, self._intents, self._telemetry, self._clock = snapshotter, intents, telemetry, clock
+        self._snapshotter, self._disks, self._telemetry, self._clock = snapshotter, disks, telemetry, clock
         self._rank, self._world_size = assignment.rank, assignment.world_size
         self._generation = assignment.generation
         self._told = assignment.companions.get("snapshot", {})
-        self._disk = assignment.companions.get(_DISK)
+        self._told_of = {name: assignment.companions[name] for name in DIRECTORIES if name in assignment.companions}
         self._saved: State | None = None
         self._resettle: int | None = None  # the step that a world of another size had saved
         self.epochs = Epochs()
 
-    def open(
-        self, state: Mapping[str, Any], loader: Any, checkpoint_dir: str | None, checkpoint_interval: int | None
-    ) -> None:
+    def open(self, state: Mapping[str, Any], loader: Any, asked: Asked) -> None:
         """See `parts.Keeper.open`."""
-        self._check_disk(checkpoint_dir, checkpoint_interval)
+        self._check_disks(asked)
         warning = rebuilt_in_another_order(state, self._world_size)
         if warning and self._rank == 0 and self._generation == 0:
             say(warning)
@@ -73,17 +71,19 @@ class Keeper:
         except TypeError as error:  # it names the key; a restart would meet it again
             raise CannotBeKept(str(error)) from error
 
-    def _check_disk(self, directory: str | None, interval: int | None) -> None:
-        """The agent holds the directory from the start on: what the script asks for must be what it was told."""
-        told = self._disk or {}
-        for what, asked, flag in (
-            ("checkpoint_dir", directory, told.get("given", told.get("directory"))),
-            ("checkpoint_interval", interval, told.get("interval")),
+    def _check_disks(self, asked: Asked) -> None:
+        """The agent holds its directories from the start on: what the script asks for must be what it was told."""
+        main, local = (self._told_of.get(name, {}) for name in DIRECTORIES)
+        for what, wanted, flag in (
+            ("checkpoint_dir", asked.checkpoint_dir, main.get("given", main.get("directory"))),
+            ("checkpoint_interval", asked.checkpoint_interval, main.get("interval")),
+            ("checkpoint_local_dir", asked.checkpoint_local_dir, local.get("given", local.get("directory"))),
+            ("checkpoint_local_interval", asked.checkpoint_local_interval, local.get("interval")),
         ):
-            if asked is not None and asked != flag:
+            if wanted is not None and wanted != flag:
                 name = what.replace("_", "-")
                 raise ConfigurationError(
-                    f"run.steps({what}={asked!r}), but the agent was told {flag!r}. It opens the directory before the "
+                    f"run.steps({what}={wanted!r}), but the agent was told {flag!r}. It opens the directory before the "
                     f"first rank starts: give --{name} to `everstep run`, or set EVERSTEP_{what.upper()}."
                 )
 
@@ -112,7 +112,7 @@ class Keeper:
         )
         self._telemetry.emit(SpanClosed(category=Category.RESTORE.value))
         if self._rank == 0 and recovered.tier == source["tier"] != MEMORY:
-            self._intents.restored(step, total)
+            self._disks.restored(recovered.tier, step, total)
         return step
 
     def _from_disk(self, source: Mapping[str, Any]) -> Recovered:
@@ -123,7 +123,7 @@ class Keeper:
                 int(source["step"]), source["tier"], saved.layout, saved.bytes_of, saved.refused
             )
         except DamagedCheckpoint as error:
-            self._intents.damaged(int(source["step"]), str(error))
+            self._disks.damaged(source["tier"], int(source["step"]), str(error))
             raise
 
     def _saved_by(self, source: Mapping[str, Any]) -> int:
@@ -140,7 +140,7 @@ class Keeper:
             ) from error
 
     def _mend(self) -> str:
-        if self._disk is None:
+        if not self._told_of:
             return "Nothing was written to disk: --checkpoint-dir writes what a job can go on from."
         return "Start the job again with all of them: it goes on from its newest checkpoint (docs/checkpoints.md)."
 
@@ -154,20 +154,22 @@ class Keeper:
         if step is not None:
             self._snapshotter.resettle(step)
 
-    def take(self, step: int) -> None:
+    def take(self, step: int) -> int:
         """See `parts.Keeper.take`."""
-        for text in self._intents.problems():  # a save that failed is told at the next step, on every rank (CS-37)
+        for text in self._disks.problems():  # a save that failed is told at the next step, on every rank (CS-37)
             self._telemetry.emit(Notice(text=text, level="error"))
-        due = self._intents.due(step)
+        due = self._disks.due(step)
         taken = self._snapshotter.take(step, hold=due)
         if due:
-            self._intents.staged(taken.buffer if taken.held else None)
+            self._disks.staged(taken.buffer if taken.held else None)
+        return taken.bytes
 
     def measured(self, step: int, values: Mapping[str, float]) -> None:
         """See `parts.Keeper.measured`: rank 0's count, and only what retention asks for."""
-        metric = (self._disk or {}).get("metric")
-        if self._rank == 0 and metric and metric in values:
-            self._intents.measured(step, {metric: values[metric]})
+        for name, told in self._told_of.items():
+            metric = told.get("metric")
+            if self._rank == 0 and metric and metric in values:
+                self._disks.measured(name, step, {metric: values[metric]})
 
     def finish(self, step: int) -> None:
         """See `parts.Keeper.finish`: the agent saves the last step from memory when all have completed."""

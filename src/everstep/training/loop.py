@@ -6,6 +6,7 @@ k+1 begins. Whoever dies before the snapshot is sealed does k again, whoever die
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from everstep.clock import Clock
 from everstep.events import Category, Event, SpanClosed, SpanOpened, StepDone
 from everstep.process.page import Phase
-from everstep.training.parts import Parts
+from everstep.training.parts import Asked, Parts
 
 SHOWN_EVERY_S = 0.25
 _WORTH_A_SPAN_S = 0.0005
@@ -37,11 +38,11 @@ class Steps:
         self._late: tuple[int, float, dict[str, Any]] | None = None  # a step whose device values are not read yet
         self._shown_s = 0.0
 
-    def iterate(self, checkpoint_dir: str | None, checkpoint_interval: int | None) -> Generator[Any]:
+    def iterate(self, asked: Asked) -> Generator[Any]:
         """Restore, then yield step after step."""
         parts = self._parts
         parts.close_setup()
-        parts.keeper.open(self._state, self._loader, checkpoint_dir, checkpoint_interval)
+        parts.keeper.open(self._state, self._loader, asked)
         done = parts.keeper.restore(self._total)
         batches = _Batches(self._loader, parts.keeper.epochs) if self._loader is not None else None
         parts.keeper.restore_randomness()
@@ -68,8 +69,10 @@ class Steps:
         ended = after = self._clock.now()
         done = self._done(step, ended - began)
         try:
-            self._parts.keeper.take(step)
+            size = self._parts.keeper.take(step)
             after = self._clock.now()
+            if size:
+                done = replace(done, snapshot_bytes=size, snapshot_s=after - ended)
         finally:
             self._parts.emit_all([(done, ended), *_span(Category.SNAPSHOT, ended, after)])
         self._parts.page_step(step)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.intent_client import IntentClient
+from everstep.checkpoint.intent_client import DIRECTORIES, Disks
 from everstep.checkpoint.snapshot import Snapshotter
 from everstep.clock import Clock
 from everstep.events import Category, Event, Numerics, SpanClosed, SpanOpened, StepValues
@@ -31,16 +31,17 @@ class Ours:
         self._session, self._backend = session, backend
         self.interrupter = Interrupter()
         self._snapshotter = Snapshotter(session.send, clock=session.clock)
-        self._intents = IntentClient(session.send)
+        self._disks = Disks(session.send)
         self._calls = Calls(session.send)
         self._cleaning = Cleaning(clock=session.clock)
         session.on("snapshot", self._snapshotter.on_message)
-        session.on("disk", self._heard_disk)
+        for name in DIRECTORIES:
+            session.on(name, self._heard_disk)
         session.on("fault", self._heard_fault)
 
     def _heard_disk(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
         del fds  # none come
-        self._intents.on_message(message)
+        self._disks.on_message(message)
 
     def _heard_fault(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
         del fds  # none come
@@ -51,7 +52,7 @@ class Ours:
         """Make this generation's groups and hand out its Run."""
         session, rank, world = self._session, assignment.rank, assignment.world_size
         self._snapshotter.begin(rank, world, assignment.companions.get("snapshot", {}))
-        keeper = Keeper(assignment, self._snapshotter, self._intents, session.telemetry, session.clock)
+        keeper = Keeper(assignment, self._snapshotter, self._disks, session.telemetry, session.clock)
         parts = MemberParts(session, self.interrupter, assignment, self._backend, keeper, self._calls)
         with self._cleaning.meeting.entered(assignment):
             self._cleaning.meeting.init_process_group(self._backend)
@@ -70,7 +71,7 @@ class Ours:
     def clean(self, error: BaseException | None) -> tuple[str, ...]:
         """See `Cleaner.clean`."""
         self._snapshotter.settle()
-        self._intents.rewound(0)  # intents of the next generation come after its assignment
+        self._disks.rewound(0)  # intents of the next generation come after its assignment
         return self._cleaning.clean(error)
 
     def tick(self) -> None:

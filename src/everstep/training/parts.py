@@ -2,12 +2,23 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from everstep.clock import Clock
 from everstep.events import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the script says of where its state is written; None where it leaves that to whoever starts it."""
+
+    checkpoint_dir: str | None = None
+    checkpoint_interval: int | None = None
+    checkpoint_local_dir: str | None = None
+    checkpoint_local_interval: int | None = None
 
 
 class Faults(Protocol):
@@ -30,10 +41,8 @@ class Keeper(Protocol):
         """How many passes over the loader are behind us."""
         ...
 
-    def open(
-        self, state: Mapping[str, Any], loader: Any, checkpoint_dir: str | None, checkpoint_interval: int | None
-    ) -> None:
-        """Say what the state is; refuses what cannot be saved, by its key."""
+    def open(self, state: Mapping[str, Any], loader: Any, asked: Asked) -> None:
+        """Say what the state is, and where it shall go; refuses what cannot be saved, by its key."""
         ...
 
     def restore(self, total: int) -> int:
@@ -47,8 +56,8 @@ class Keeper(Protocol):
         """The random generators, after everything that draws at construction (B3)."""
         ...
 
-    def take(self, step: int) -> None:
-        """`step` is done: keep its state."""
+    def take(self, step: int) -> int:
+        """`step` is done: keep its state. Return the bytes that were copied to memory; 0 where nothing is kept."""
         ...
 
     def measured(self, step: int, values: Mapping[str, float]) -> None:

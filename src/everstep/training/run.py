@@ -10,7 +10,7 @@ from everstep.errors import UsageError
 from everstep.events import Category, SpanClosed, SpanOpened
 from everstep.process.page import Phase
 from everstep.training.loop import Steps
-from everstep.training.parts import Parts
+from everstep.training.parts import Asked, Parts
 
 T = TypeVar("T")
 _kept: dict[str, Any] = {}
@@ -33,7 +33,15 @@ class Run:
 
     @overload
     def steps(
-        self, total: int, /, *, checkpoint_dir: str | None = None, checkpoint_interval: int | None = None, **state: Any
+        self,
+        total: int,
+        /,
+        *,
+        checkpoint_dir: str | None = None,
+        checkpoint_interval: int | None = None,
+        checkpoint_local_dir: str | None = None,
+        checkpoint_local_interval: int | None = None,
+        **state: Any,
     ) -> Iterator[int]: ...
 
     @overload
@@ -45,6 +53,8 @@ class Run:
         *,
         checkpoint_dir: str | None = None,
         checkpoint_interval: int | None = None,
+        checkpoint_local_dir: str | None = None,
+        checkpoint_local_interval: int | None = None,
         **state: Any,
     ) -> Iterator[tuple[int, T]]: ...
 
@@ -56,13 +66,16 @@ class Run:
         *,
         checkpoint_dir: str | None = None,
         checkpoint_interval: int | None = None,
+        checkpoint_local_dir: str | None = None,
+        checkpoint_local_interval: int | None = None,
         **state: Any,
     ) -> Iterator[Any]:
         """Yield `(step, batch)`, or the step alone where there is no loader, up to `total`; steps count from 1.
 
         `state` is anything with `state_dict` and `load_state_dict`: models, optimizers, schedulers. It is restored, and
         the loader with it, before the first step is yielded. A step is done when control comes back here: there its
-        snapshot is taken. One iteration is one optimizer step.
+        snapshot is taken. One iteration is one optimizer step. `checkpoint_…` are what the flags of `everstep run` say
+        anyway; where they say otherwise it is an error.
 
         Raises UsageError for a second call in one run, for `total` below 0, and for state that cannot be saved (its key
         is named).
@@ -73,7 +86,8 @@ class Run:
             raise UsageError(f"run.steps({total}): give the number of steps of the whole job, 0 or more.")
         self._looped = True
         steps = Steps(self._parts, total, loader, state, self._take_logged)
-        return steps.iterate(checkpoint_dir, checkpoint_interval)
+        asked = Asked(checkpoint_dir, checkpoint_interval, checkpoint_local_dir, checkpoint_local_interval)
+        return steps.iterate(asked)
 
     def log(self, **values: Any) -> None:
         """Note numbers of this step (floats, ints, one-element tensors); written to the ledger exactly, per rank.

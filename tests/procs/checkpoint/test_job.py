@@ -355,3 +355,35 @@ def test_one_directory_goes_on_in_worlds_of_three_two_and_four_and_no_sample_is_
     assert sum(counts.values()) == 102
     assert set(counts.values()) <= {2, 3}
     assert sum(count == 3 for count in counts.values()) == 2, "two epochs, and two samples of the third"
+
+
+def test_the_nodes_own_directory_serves_the_restart_and_its_loss_costs_a_notice(tmp_path):
+    """Two tiers of one job: the newest, the nearest first; then the local one is gone, and the shared one serves."""
+    local = tmp_path / "local"
+    both = ["--checkpoint-local-dir", str(local), "--checkpoint-local-interval", "4"]
+    first = Job(tmp_path, "first", TOTAL, pause_s=0.05, interval=20, more=both)
+    first.until(lambda: any(e["tier"] == "local" and e["step"] >= 24 for e in committed(first)))
+    first.kill()
+    newest = max(steps_in(local))
+    assert newest > max(steps_in(tmp_path / "ckpt"))
+    second = Job(tmp_path, "second", newest + 1, interval=20, more=both)
+    code, told = second.end()
+    assert code == 0, told
+    assert {(e["tier"], e["step"]) for e in second.events("Restored")} == {("local", newest)}
+    assert f"continuing from {local}/step-{newest}" in told
+    shutil.rmtree(local)
+    local.write_text("no directory any more")
+    third = Job(tmp_path, "third", TOTAL, interval=20, more=both)
+    code, told = third.end()
+    assert code == 0, told
+    assert {(e["tier"], e["step"]) for e in third.events("Restored")} == {("disk", newest + 1)}
+    assert "nothing is read from or written to the local tier" in told
+    twin = Job(tmp_path, "twin", TOTAL, interval=TOTAL, directory="of-twin")
+    assert twin.end()[0] == 0
+    expected = twin.losses_by_step()
+    assert second.losses_by_step() == {key: loss for key, loss in expected.items() if key[1] == newest + 1}
+    assert third.losses_by_step() == {key: loss for key, loss in expected.items() if key[1] > newest + 1}
+
+
+def committed(job):
+    return [e for e in job.events("TierEvent") if e["what"] == "committed"]

@@ -11,6 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from everstep.training.alone import AloneParts, NoKeeper
 from everstep.training.loop import Steps
+from everstep.training.parts import Asked
 
 
 def test_an_iterator_draws_when_it_is_made():
@@ -33,7 +34,7 @@ class MemoryKeeper(NoKeeper):
         super().__init__()
         self.calls, self.saved, self._from = [], {}, began_from
 
-    def open(self, state, loader, checkpoint_dir, checkpoint_interval):
+    def open(self, state, loader, asked):
         self.calls.append("open")
         self._things = {**state, "loader": loader, "epochs": self.epochs}
 
@@ -74,7 +75,7 @@ def run(keeper, seed, loader_of, total=TOTAL):
     np.random.seed(seed)
     loader = loader_of(keeper)
     told = []
-    for step, batch in Steps(parts, total, loader, {}, dict).iterate(None, None):
+    for step, batch in Steps(parts, total, loader, {}, dict).iterate(Asked()):
         told.append((step, batch.tolist(), torch.rand(1).item(), random.random(), np.random.rand()))
     return told
 
@@ -120,7 +121,7 @@ def test_a_break_leaves_the_step_in_which_it_stands_undone():
     keeper = MemoryKeeper()
     parts = AloneParts(0, torch.device("cpu"))
     parts.keeper = keeper
-    steps = Steps(parts, TOTAL, shuffled(keeper), {}, dict).iterate(None, None)
+    steps = Steps(parts, TOTAL, shuffled(keeper), {}, dict).iterate(Asked())
     for step, _ in steps:
         if step == 4:
             break

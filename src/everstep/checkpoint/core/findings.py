@@ -37,6 +37,7 @@ class Findings:
     told: tuple[str, ...]  # sentences for the operator, warnings with that word before them
     found: tuple[Known, ...]  # newest first
     wounds: tuple[Hurt, ...]
+    series: str = ""  # the name of the training that these are of, where it was asked for
 
     def to_json(self) -> bytes:
         """Return what `from_json` reads."""
@@ -52,4 +53,5 @@ class Findings:
             told=tuple(body["told"]),
             found=tuple(Known(**one) for one in body["found"]),
             wounds=tuple(Hurt(**one) for one in body["wounds"]),
+            series=body["series"],
         )

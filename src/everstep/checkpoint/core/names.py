@@ -7,6 +7,7 @@
       __0_0.layout.json           rank 0's snapshot, described (core/layout.py)
     step-140.0.3.9f3a77c1-7.tmp/  being written: epoch 0, generation 3, seventh attempt of the job 9f3a77c1
     .everstep-9f3a77c1.job        that job's owner file, locked while a process of it lives
+    .everstep.series              which training this is: only where a second place belongs to it (series.py)
     .everstep.gate                locked while a job looks whether another one is here
 
 Whatever matches none of these is somebody else's and is never touched.
@@ -16,6 +17,7 @@ import re
 from dataclasses import dataclass
 
 GATE = ".everstep.gate"
+SERIES = ".everstep.series"
 MANIFEST = "manifest.json"
 CONDEMNED = "manifest.condemned.json"
 METADATA = ".metadata"
@@ -56,6 +58,11 @@ def staging_of(name: str) -> Staging | None:
     """Read what `str` of a Staging prints; None for any other name."""
     match = STAGING.match(name)
     return Staging(int(match[1]), int(match[2]), int(match[3]), match[4], int(match[5])) if match else None
+
+
+def probe(job: str) -> str:
+    """Name of a file with which a place is tried."""
+    return f".everstep-probe-{job}"
 
 
 def owner(job: str) -> str:

@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from everstep.events import Category, ProcessStarted, Record
 from everstep.goodput.core.axis import to_ns, to_s
 from everstep.goodput.core.comparable import differences
-from everstep.goodput.core.figures import Figures, Tier, figures, read_tiers
+from everstep.goodput.core.figures import Figures, figures
 from everstep.goodput.core.lanes import Interval, Lane, LaneReader
 from everstep.goodput.core.recoveries import Recovery, recoveries
 from everstep.goodput.core.standing import floors, stood
 from everstep.goodput.core.story import Generation, Process, Seat, Story, read_story
+from everstep.goodput.core.tiers import Tier, read_tiers
 
 
 @dataclass(frozen=True, slots=True)

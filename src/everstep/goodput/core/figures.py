@@ -8,14 +8,14 @@
 * infra goodput = (wall - (detection + stop + regroup + start-up, per fault)) / wall, over all ranks' time. The first
   start of the run is not a fault's.
 * checkpoint efficiency = 1 - (snapshot + checkpoint stall) / wall, over all ranks' time, quoted with each tier's
-  achieved interval.
+  achieved interval and the age of its newest state (tiers.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from everstep.events import Category, TierEvent
+from everstep.events import Category
 from everstep.goodput.core.axis import to_s
 from everstep.goodput.core.lanes import Done, Lane
 from everstep.goodput.core.standing import stood
@@ -43,21 +43,6 @@ class Figures:
     infra_goodput: float | None
     checkpoint_efficiency: float | None
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Tier:
-    """What one tier saved, and how often it really did."""
-
-    name: str
-    saves: int
-    counts: dict[str, int]
-    interval_steps: float | None
-    interval_s: float | None
-    bytes: int
-    seconds: float | None  # median of one save
-    newest_step: int | None
-    newest_age_s: float | None  # at the end of the records
 
 
 def figures(story: Story, lanes: Sequence[Lane], floor: Sequence[int | None], twin_step_s: float | None) -> Figures:
@@ -133,38 +118,3 @@ def _in_detection(story: Story, done: Done) -> bool:
 def median_step_s(story: Story, lanes: Sequence[Lane]) -> float | None:
     """Return what this run would lend another as its twin."""
     return _fault_free(story, lanes, None)[0]
-
-
-# ------------------------------------------------------------------------------------------------ tiers
-
-
-def read_tiers(story: Story) -> list[Tier]:
-    """Return what became of the saves of each tier, and the interval that it achieved."""
-    events: dict[str, list[tuple[int, TierEvent]]] = {}
-    for at, record in story.moments:
-        if isinstance(record.event, TierEvent):
-            events.setdefault(record.event.tier, []).append((at, record.event))
-    end = story.sessions[-1].end
-    return [_tier(name, found, end) for name, found in events.items()]
-
-
-def _tier(name: str, found: list[tuple[int, TierEvent]], end: int) -> Tier:
-    counts: dict[str, int] = {}
-    for _, event in found:
-        counts[event.what] = counts.get(event.what, 0) + 1
-    final = "committed" if "committed" in counts else "taken"
-    kept: dict[int, int] = {}  # step: when it was safe; ranks and rollbacks repeat steps
-    for at, event in found:
-        if event.what == final:
-            kept[event.step] = at
-    times = sorted(kept.values())
-    gaps = len(times) - 1
-    took = [e.seconds for _, e in found if e.what == final and e.seconds]
-    return Tier(
-        name=name, saves=len(kept), counts=counts,
-        interval_steps=(max(kept) - min(kept)) / gaps if gaps > 0 else None,
-        interval_s=to_s(times[-1] - times[0]) / gaps if gaps > 0 else None,
-        bytes=sum(e.bytes for _, e in found if e.what == final),
-        seconds=median(took) if took else None,
-        newest_step=max(kept, default=None), newest_age_s=to_s(end - times[-1]) if times else None,
-    )  # fmt: skip

@@ -1,7 +1,10 @@
 """How figures are put to people: the same in the terminal, on the page and in the line of a fault."""
 
+from collections.abc import Sequence
+
 from everstep.goodput.core.figures import Figures
 from everstep.goodput.core.recoveries import Recovery
+from everstep.goodput.core.tiers import Tier
 
 NONE = "–"
 TAKEN_BY = {"kept": "same process", "spare": "a spare", "started": "a new process", "shrunk": "nobody"}
@@ -41,6 +44,22 @@ def size(value: float) -> str:
 def count(number: int, noun: str) -> str:
     """1 step, 2 steps."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def steps(value: float | None) -> str:
+    """1 step, 12.5 steps."""
+    return NONE if value is None else f"{value:.1f} steps" if value % 1 else count(int(value), "step")
+
+
+def quoted(tiers: Sequence[Tier]) -> str:
+    """What efficiency is never told without: how often each tier saved, and how old its newest state is."""
+    told = [
+        f"{tier.name}: every {steps(tier.interval_steps)}, step {maybe(tier.newest_step)}, {seconds(tier.age_s)} old"
+        if tier.interval_steps is not None
+        else f"{tier.name}: {count(tier.committed, 'save')}, step {maybe(tier.newest_step)}, {seconds(tier.age_s)} old"
+        for tier in tiers
+    ]
+    return "; ".join(told) or "no tier that saved anything"
 
 
 def not_kept(figures: Figures) -> str:

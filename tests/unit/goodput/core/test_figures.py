@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.events import Category, StepDone, TierEvent
+from everstep.events import Category, StepDone
 from everstep.goodput.core.accounting import account
 from everstep.goodput.core.figures import median_step_s
 from everstep.testing.simulated_run import SimulatedFault as Fault
@@ -52,19 +52,3 @@ def test_checkpoint_efficiency_is_the_time_that_was_not_blocked():
     ledger = account(SimulatedRun(ranks=2, steps=10, snapshot_s=0.1).run())
     assert ledger.ranks[0].seconds[Category.SNAPSHOT] == pytest.approx(1.0)
     assert ledger.figures.checkpoint_efficiency == pytest.approx(1 - 1.0 / ledger.figures.wall_s)
-
-
-def test_a_tier_tells_its_achieved_interval_and_its_age():
-    records = SimulatedRun(steps=40, checkpoint_every=10).run()
-    missed = [
-        replace(r, event=replace(r.event, what="skipped"))
-        if isinstance(r.event, TierEvent) and r.event.step == 20
-        else r
-        for r in records
-    ]
-    tiers = {t.name: t for t in account(missed).tiers}
-    disk = tiers["disk"]
-    assert (disk.saves, disk.counts, disk.newest_step) == (3, {"committed": 3, "skipped": 1}, 40)
-    assert disk.interval_steps == pytest.approx(15)
-    assert disk.interval_s == pytest.approx(15, abs=0.1)
-    assert tiers["memory"].interval_steps == pytest.approx(1, abs=0.05)
