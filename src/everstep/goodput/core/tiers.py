@@ -9,7 +9,7 @@
   worst that it came to while the job ran: what would have been lost with everything else.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -67,8 +67,18 @@ def read_tiers(story: Story) -> list[Tier]:
         if isinstance(record.event, TierEvent):
             events.setdefault(record.event.tier, []).append((at, record.event))
     in_memory = _snapshots(story)
+    copied: dict[int, list[int]] = {}  # when the state of a step was copied to memory, by the step
+    for at, step in _copies(in_memory, events.get(MEMORY, [])):
+        copied.setdefault(step, []).append(at)
     names = sorted(events.keys() | ({MEMORY} if in_memory else set[str]()), key=_near)
-    return [_tier(name, events.get(name, []), in_memory if name == MEMORY else [], story.sessions) for name in names]
+    return [
+        _tier(name, events.get(name, []), in_memory if name == MEMORY else [], story.sessions, copied) for name in names
+    ]
+
+
+def _copies(in_memory: Iterable[Saved], told: Iterable[tuple[int, TierEvent]]) -> Iterator[tuple[int, int]]:
+    yield from ((save.taken, save.step) for save in in_memory)
+    yield from ((at, event.step) for at, event in told if event.what == "taken")
 
 
 def _near(name: str) -> tuple[int, str]:
@@ -98,12 +108,18 @@ def _session(sessions: Sequence[Session], at: int) -> int:
     return next((s.index for s in reversed(sessions) if s.start <= at), 0)
 
 
-def _tier(name: str, found: list[tuple[int, TierEvent]], in_memory: list[Saved], sessions: Sequence[Session]) -> Tier:
+def _tier(
+    name: str,
+    found: list[tuple[int, TierEvent]],
+    in_memory: list[Saved],
+    sessions: Sequence[Session],
+    copied: Mapping[int, list[int]],
+) -> Tier:
     counts: dict[str, int] = {}
     for _, event in found:
         counts[event.what] = counts.get(event.what, 0) + 1
     final = "taken" if name == MEMORY else "committed"
-    saves = sorted([*in_memory, *_saves(found, final)], key=lambda save: save.ended)
+    saves = sorted([*in_memory, *_saves(found, final, copied)], key=lambda save: save.ended)
     for save in in_memory:
         counts["taken"] = counts.get("taken", 0) + 1
         if save.what == "committed":
@@ -132,8 +148,8 @@ def _tier(name: str, found: list[tuple[int, TierEvent]], in_memory: list[Saved],
     )
 
 
-def _saves(found: Iterable[tuple[int, TierEvent]], final: str) -> list[Saved]:
-    """Each end of a save, with the moment at which its state was taken."""
+def _saves(found: Iterable[tuple[int, TierEvent]], final: str, copied: Mapping[int, list[int]]) -> list[Saved]:
+    """Each end of a save, with the moment at which its state was taken: it may have waited in memory to be written."""
     taken: dict[int, int] = {}
     saves: list[Saved] = []
     for at, event in found:
@@ -141,6 +157,7 @@ def _saves(found: Iterable[tuple[int, TierEvent]], final: str) -> list[Saved]:
             taken[event.step] = at
         if event.what in (final, "failed"):
             began = taken.pop(event.step, at - round(event.seconds * 1e9))
+            began = max((t for t in copied.get(event.step, ()) if t <= began), default=began)
             what = "failed" if event.what == "failed" else "committed"
             saves.append(Saved(event.step, began, at, what, event.bytes, event.seconds))
     return saves
