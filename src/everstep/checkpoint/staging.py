@@ -105,7 +105,8 @@ class Scratch:
     def wants(self, source: Tensor) -> bool:
         """True for a tensor that is better gathered than copied by itself."""
         small: bool = 0 < source.numel() * source.element_size() <= SMALL
-        return small and source.device.type != "cpu"
+        odd = source.dtype is torch.complex32 and source.is_conj()  # see `_as_integers`
+        return small and source.device.type != "cpu" and not odd
 
     def of(self, device: torch.device, size: int) -> Tensor:
         """Return so many bytes on a device, `SCRATCH` at most: the same memory each time."""
@@ -157,16 +158,28 @@ class _Run:
 
     def gathered(self, raw: Tensor, scratch: Scratch) -> "Gathered":
         """Return it, ready to be copied again and again."""
-        sources = [source for _, source in self.pairs]
+        sources = [_as_integers(source) for _, source in self.pairs]
         memory = scratch.of(sources[0].device, self.end - self.start)
         into: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for to, source in self.pairs:
+        for (to, _), source in zip(self.pairs, sources, strict=True):
             begin = to.data_ptr() - raw.data_ptr() - self.start
-            place = memory[begin : begin + source.numel() * source.element_size()].view(to.dtype).view(to.shape)
+            place = memory[begin : begin + source.numel() * source.element_size()].view(source.dtype).view(to.shape)
             places, from_ = into.setdefault(source.dtype, ([], []))
             places.append(place)
             from_.append(source)
         return Gathered(sources[0].device.type, raw[self.start : self.end], memory, sources, tuple(into.values()))
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_integers(source: Tensor) -> Tensor:
+    """Return a tensor's bits as integers of its width: on a device nothing copies a list of uint16 or float8_e8m0fnu.
+
+    All dtypes of one width are gathered by one call, then. A conjugate or negative view has its bits elsewhere.
+    """
+    bits = _INTEGERS.get(source.element_size())
+    return source if bits is None or source.is_conj() or source.is_neg() else source.view(bits)
 
 
 def _runs(pairs: Iterable[Pair], raw: Tensor) -> list[_Run]:
