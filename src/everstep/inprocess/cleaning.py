@@ -11,7 +11,7 @@ import gc
 import threading
 
 from everstep.clock import SYSTEM, Clock
-from everstep.inprocess import frames, reset
+from everstep.inprocess import devices, frames, reset
 from everstep.inprocess.communication import Communication
 from everstep.inprocess.rendezvous import Meeting
 from everstep.process import kernel
@@ -83,7 +83,9 @@ class Cleaning:
         stayed = self._leftovers.threads(self._threads_s)
         with self._changed:
             late, self._late, self._aborts = tuple(dict.fromkeys(self._late)), [], 0
+        lost = devices.context_trouble()  # kept, it would fail in every generation to come
         return (
+            *([lost] if lost else ()),
             *reset.fingerprint(self._baseline),
             *(f"thread {name} did not end" for name in stayed),
             *(f"abort: {what}" for what in late + self.communication.failures()),

@@ -2,10 +2,15 @@
 
 NVML comes through `nvidia-ml-py`; where there is none (no package, no driver, an old driver) that is said once, and
 nothing is judged.
+
+Rule 1: NVML counts the node's GPUs, CUDA those that this process may see, and ranks may share one: a rank's own is
+        known by its UUID, and by LOCAL_RANK only while it uses none.
+Rule 2: an error of a kernel ends the context for good: every later call of this process fails with the same words.
 """
 
 import contextlib
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +51,17 @@ def gpu_trouble(index: int | None) -> str:
     return f"the driver wants recovery action {action} for GPU {_index(index)} (0 is none): reset or drain it" * (
         action != 0
     )
+
+
+def context_trouble() -> str:
+    """Return the error that has ended this process's CUDA context; empty where it works or is none. Never waits."""
+    torch: Any = sys.modules.get("torch")
+    try:
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.current_stream().query()
+    except RuntimeError as error:
+        return f"the CUDA context is lost: {str(error).partition(chr(10))[0]}"
+    return ""
 
 
 def nvlink_trouble(index: int | None) -> str:
@@ -92,9 +108,24 @@ def _nvml() -> Any:
     return nvml
 
 
-def _index(index: int | None) -> int:
-    return int(environ.get("LOCAL_RANK", "0") or 0) if index is None else index
+def _index(index: int | None) -> int | str:
+    if index is not None:
+        return index
+    return _own_uuid() or int(environ.get("LOCAL_RANK", "0") or 0)
+
+
+def _own_uuid() -> str:
+    """Return NVML's name of the GPU that this process uses; empty while it uses none."""
+    torch: Any = sys.modules.get("torch")
+    try:
+        if torch is None or not torch.cuda.is_initialized():
+            return ""
+        return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    except (RuntimeError, AttributeError):  # a lost context, a torch that does not tell
+        return ""
 
 
 def _handle(nvml: Any, index: int | None) -> Any:
-    return nvml.nvmlDeviceGetHandleByIndex(_index(index))
+    which = _index(index)
+    by = nvml.nvmlDeviceGetHandleByUUID if isinstance(which, str) else nvml.nvmlDeviceGetHandleByIndex
+    return by(which)

@@ -167,6 +167,49 @@ def test_what_the_driver_wants_is_a_verdict(monkeypatch, capfd):
     assert "NVLinks [1, 2] of GPU 1 are down" in told
 
 
+class Cuda:
+    """As much of torch.cuda as is asked, of a process that uses a GPU."""
+
+    def __init__(self, error=""):
+        self.cuda, self._error = self, error
+
+    def is_initialized(self):
+        return True
+
+    def current_device(self):
+        return 0
+
+    def get_device_properties(self, device):
+        return type("Properties", (), {"uuid": "1234"})
+
+    def current_stream(self):
+        return self
+
+    def query(self):
+        if self._error:
+            raise RuntimeError(self._error)
+        return False
+
+
+def test_a_rank_s_own_gpu_is_the_one_that_it_uses_whatever_its_local_rank(monkeypatch):
+    """With CUDA_VISIBLE_DEVICES, and where ranks share one, LOCAL_RANK counts something else than NVML does."""
+    asked = []
+    driver = Driver(action=2)
+    driver.nvmlDeviceGetHandleByUUID = asked.append
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", driver)
+    monkeypatch.setitem(__import__("sys").modules, "torch", Cuda())
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert "GPU GPU-1234" in devices.gpu_trouble(None)
+    assert asked == ["GPU-1234"]
+
+
+def test_a_lost_context_is_told_and_one_that_works_or_is_busy_is_none(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch", Cuda())
+    assert devices.context_trouble() == ""
+    monkeypatch.setitem(__import__("sys").modules, "torch", Cuda("CUDA error: device-side assert triggered\nmore"))
+    assert devices.context_trouble() == "the CUDA context is lost: CUDA error: device-side assert triggered"
+
+
 def test_a_link_that_went_down_is_named(monkeypatch, tmp_path):
     counter = tmp_path / "mlx5_0/ports/1/counters/link_downed"
     counter.parent.mkdir(parents=True)
