@@ -1,6 +1,9 @@
 """Leaving NCCL groups on two GPUs while their abort's join goes on behind. One JSON line a case and rank.
 
-usage: PYTHONPATH=src python scripts/gpu/abort_behind.py [--order] [--cpu]   (two GPUs, under 150 s; --cpu: over gloo)
+usage: PYTHONPATH=src python scripts/gpu/abort_behind.py [--order] [--cpu | --one-gpu]        (two GPUs, under 150 s)
+
+--cpu: over gloo. --one-gpu: both ranks on one GPU, over NCCL's sockets; each says that it is a host of its own, for
+NCCL refuses two ranks on one GPU within a host.
 
 Each case is a pair of fresh processes, forked from one that has imported torch. Rank 0 raises; rank 1 stands in a wait,
 is interrupted and its groups are aborted, as a worker's are; both clean up, meet again and reduce. `behind` does so
@@ -25,6 +28,7 @@ OURS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_CPP_LOG_LEVEL": "error",
     "NCCL_NVLS_ENABLE": "0",
     "OMP_NUM_THREADS": "1",
@@ -48,7 +52,8 @@ ORDERS = [
     ("destroys in a finally", "interrupt first", 4),
 ]
 CASE_S, ALL_S, STANDS_S = 16.0, 140.0, 0.5
-CPU = "--cpu" in sys.argv
+CPU, ONE = "--cpu" in sys.argv, "--one-gpu" in sys.argv
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def tell(**facts) -> None:
@@ -246,8 +251,10 @@ def run(rank: int, port: int, peer: Peer, where: str, how: str, generations: int
     """One rank of one case."""
     import torch
 
+    if ONE:
+        os.environ.update(SOCKETS | {"NCCL_HOSTID": f"host-{rank}"})
     if not CPU:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(0 if ONE else rank)
         torch.ones(1, device="cuda")
     worker = Worker(rank, port, peer, where, how)
     for turn in range(generations // 2 if generations > 1 else 1):

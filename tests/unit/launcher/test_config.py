@@ -120,6 +120,16 @@ def test_a_rank_sees_what_torchrun_would_set(tmp_path):
     assert (got["OMP_NUM_THREADS"], got["TORCHELASTIC_MAX_RESTARTS"], got["HOME"]) == ("1", "3", "/x")
 
 
+def test_torch_s_own_watchdogs_are_off_in_a_wrapped_job_and_a_user_s_own_values_win():
+    """Its dump on an error is announced to every later group, which then cannot end for 480 s (seen on a GPU)."""
+    names = [f"TORCH_NCCL_{n}" for n in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "RETHROW_CUDA_ERRORS")]
+    names.append("TORCH_NCCL_DUMP_ON_TIMEOUT")
+    for wrapped, base, expected in ((True, {}, "0"), (False, {}, "1"), (True, dict.fromkeys(names, "1"), "1")):
+        config = LaunchConfig(script="x.py", wrapped=wrapped)
+        got = environment_of(base, config, 0, 1, 0, ("127.0.0.1", 1234), "e.json")
+        assert [got[name] for name in names] == [expected] * 4
+
+
 def test_restarts_without_a_number_are_not_told_as_none(tmp_path):
     """A script that asks whether this is the last attempt must not be told so at the first."""
     got = environment_of({}, LaunchConfig(script="x.py"), 0, 1, 7, ("127.0.0.1", 1234), "e.json")

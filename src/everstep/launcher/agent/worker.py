@@ -172,10 +172,12 @@ def environment_of(
         "TORCHELASTIC_RUN_ID": config.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": error_file,
-        # Torch's own watchdogs would end the survivors of a fault (EXPERIMENTS N2); a user's own values win.
+        # Torch's own watchdogs would end the survivors of a fault (EXPERIMENTS N2); a user's own values win. What they
+        # dump on an error is announced in the store, to all later groups too, and keeps those from ending for minutes.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0" if config.wrapped else "1"),
         "TORCH_NCCL_ENABLE_MONITORING": base.get("TORCH_NCCL_ENABLE_MONITORING", "0" if config.wrapped else "1"),
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": base.get("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0" if config.wrapped else "1"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": base.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0" if config.wrapped else "1"),
         "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS") or ("1" if config.nproc > 1 else _default_threads()),
     }
 
