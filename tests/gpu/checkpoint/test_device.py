@@ -3,6 +3,7 @@
 Runs under pytest, or as a script where there is none: then it prints figures too.
 """
 
+import json
 import sys
 
 import torch
@@ -109,7 +110,7 @@ def test_the_ticker_seals_without_the_training_thread():
     rig.close()
 
 
-def timed(state: dict, batch: int, snapshotter: Snapshotter | None, count: int = 12) -> tuple[float, float, int]:
+def timed(state: dict, batch: int, snapshotter: Snapshotter | None, count: int = 20) -> tuple[float, float, int]:
     """Return the median step, the median `take`, and its bytes."""
     times, calls, size = [], [0.0], 0
     for n in range(count):
@@ -125,7 +126,8 @@ def timed(state: dict, batch: int, snapshotter: Snapshotter | None, count: int =
 
 
 def figures() -> None:
-    for width, depth, batch in ((4096, 16, 4096), (4096, 16, 32768), (256, 300, 4096)):
+    torch.set_float32_matmul_precision("high")  # as fast as training is: a slow step hides every copy
+    for width, depth, batch in ((4096, 16, 4096), (4096, 16, 32768), (4096, 16, 65536), (256, 300, 4096)):
         rig = Rig()
         snapshotter = rig.enter()
         state = build(width, depth)
@@ -136,16 +138,18 @@ def figures() -> None:
         timed(state, batch, snapshotter)
         plain, _, _ = timed(state, batch, None)
         taking, call, size = timed(state, batch, snapshotter)
-        print(f"{size / 2**30:.2f} GiB, {sum(1 for _ in snapshotter.walk.collect()[0].leaves())} leaves: "
-              f"step {plain:.1f} ms, with a snapshot after each {taking:.1f} ms ({(taking / plain - 1) * 100:+.1f} %), "
-              f"take() {call:.1f} ms, first bind {bound:.1f} s", flush=True)  # fmt: skip
+        told = {
+            "gib": size / 2**30, "leaves": sum(1 for _ in snapshotter.walk.collect()[0].leaves()), "step_ms": plain,
+            "with_snapshots_ms": taking, "take_ms": call, "first_bind_s": bound,
+        }  # fmt: skip
         snapshotter.settle()
         begun = SYSTEM.now()
         snapshotter = rig.enter()
         snapshotter.bind(state)
         recovered = snapshotter.restore()
         bound, rate = SYSTEM.now() - begun - recovered.seconds, recovered.bytes / recovered.seconds / 1e9
-        print(f"  a successor: bind {bound:.2f} s, restore {recovered.seconds:.2f} s, {rate:.1f} GB/s", flush=True)
+        told |= {"bind_again_s": bound, "restore_s": recovered.seconds, "restore_gb_s": rate}
+        print(json.dumps({name: round(value, 3) for name, value in told.items()}), flush=True)
         rig.close()
 
 
