@@ -8,8 +8,9 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Mapping
 
-from everstep.checkpoint.core.segment import Header, parse, unseal
+from everstep.checkpoint.core.segment import Header, parse, step_of, unseal
 from everstep.errors import MemoryShortage
 
 
@@ -56,6 +57,13 @@ class Segment:
         with memoryview(self._map) as view:
             return parse(view)
 
+    def step_hint(self) -> int:
+        """Return the step that is sealed in it, unverified; 0 where there is none. It costs next to nothing."""
+        if self._map is None:
+            return 0
+        with memoryview(self._map) as view:
+            return step_of(view)
+
     def void(self) -> None:
         """Revoke what is in it. Nobody may be writing it."""
         if self._map is not None:
@@ -78,6 +86,18 @@ class SegmentSet:
         self.size = size
         self.retired = False
         self.segments = {n: Segment(f"{rank}-{n}", size) for n in buffers}
+
+    @classmethod
+    def of(cls, number: int, rank: int, segments: Mapping[int, Segment]) -> "SegmentSet":
+        """Make one of buffers that are there already, of one size; a negative number: they came from elsewhere."""
+        made = cls(number, rank, next(iter(segments.values())).size, range(0))
+        made.segments.update(segments)
+        return made
+
+    @property
+    def lent(self) -> bool:
+        """True where it holds copies that came from elsewhere, to be read alone."""
+        return self.number < 0
 
     @property
     def bytes(self) -> int:

@@ -40,7 +40,7 @@ Older = Callable[[], Sequence[Committed]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
+class Ask:
     """A worker waits for buffers."""
 
     rank: int
@@ -76,7 +76,7 @@ class Shelf:
         self._held: defaultdict[int, set[int]] = defaultdict(set)  # by a slower tier, here
         self._offered: defaultdict[int, set[int]] = defaultdict(set)  # kept by its worker for one that has not come yet
         self._newest_hold: dict[tuple[int, int], int] = {}  # of a rank and buffer: the last that we have heard of
-        self._asks: list[_Ask] = []
+        self._asks: list[Ask] = []
         self._branches: list[Branch] = []
         self._struck: set[tuple[int, int]] = set()
         self._struck_older: set[tuple[str, int]] = set()
@@ -138,7 +138,7 @@ class Shelf:
         del fds  # workers send us none
         match message["kind"]:
             case "snapshot.attach":
-                self._attach(_Ask(rank, message["ask"], frozenset(message["have"])), message["bytes"])
+                self._attach(Ask(rank, message["ask"], frozenset(message["have"])), message["bytes"])
             case "snapshot.hold":
                 self._offered[rank].add(message["buffer"])
                 self._newest_hold[rank, int(message["buffer"])] = int(message["hold"])
@@ -264,8 +264,8 @@ class Shelf:
             each.retired = each.retired or each.rank >= world_size
         self._forget_retired()
 
-    def _attach(self, ask: _Ask, needed: int) -> None:
-        mine = self._of(ask.rank)
+    def _attach(self, ask: Ask, needed: int) -> None:
+        mine = [each for each in self._of(ask.rank) if not each.lent]
         if not mine or mine[-1].size < needed:
             refusal = self._refusal(ask.rank, needed)
             if refusal is not None:
@@ -285,9 +285,10 @@ class Shelf:
 
     def _refusal(self, rank: int, needed: int) -> str | None:
         """Judge what this rank asks for, and that the others will ask for as much."""
-        ranks = self._host.world_size
+        here = self._ranks_here()
+        ranks = len(here)
         planned = {each.rank for each in self._sets.values() if each.size >= needed}
-        missing = len(set(range(ranks)) - planned | {rank}) * self._buffers * needed
+        missing = len(set(here) - planned | {rank}) * self._buffers * needed
         need = Need(ranks, self._buffers, needed, missing, self.bytes)
         found = self._look()
         if self._told != needed:
@@ -295,7 +296,15 @@ class Shelf:
             self._host.emit(Notice(text=f"snapshots in memory: {need}; {size(found.available)} are available"))
         return shortage(need, found, self._cap)
 
-    def _refuse(self, ask: _Ask, text: str) -> None:
+    def _ranks_here(self) -> Sequence[int]:
+        return range(self._host.world_size)
+
+    def _beside(self, rank: int) -> Message:
+        """What a rank is told with its buffers."""
+        del rank
+        return {}
+
+    def _refuse(self, ask: Ask, text: str) -> None:
         self._host.emit(Notice(level="error", text=f"rank {ask.rank}: {text}"))
         self._host.send(ask.rank, {"kind": "snapshot.refused", "ask": ask.number, "text": text})
 
@@ -312,7 +321,7 @@ class Shelf:
         if any(not each.ready for each in self._sets.values()):
             self._host.later(0.0)
 
-    def _answer(self, ask: _Ask) -> bool:
+    def _answer(self, ask: Ask) -> bool:
         mine = self._of(ask.rank)
         if not all(each.ready for each in mine):
             return False
@@ -323,7 +332,7 @@ class Shelf:
             sets.append({"set": each.number, "bytes": each.size, "buffers": list(each.segments), "sent": sent})
             fds += [segment.fd for segment in each.segments.values()] if sent else []
         body = {"kind": "snapshot.buffers", "ask": ask.number, "sets": sets, "held": sorted(self.held(ask.rank))}
-        self._host.send(ask.rank, body, fds)
+        self._host.send(ask.rank, {**body, **self._beside(ask.rank)}, fds)
         return True
 
     def _give_up(self, each: SegmentSet, text: str) -> None:

@@ -147,7 +147,7 @@ class Snapshotter:
             return None
         if "saved_by" in source:
             return self._restore_from_others(source["step"])
-        return self.restore_from(source["step"], MEMORY, *self._source(source))
+        return self.restore_from(source["step"], source.get("from", MEMORY), *self._source(source))
 
     def restore_from(
         self,
@@ -289,6 +289,10 @@ class Snapshotter:
         message, fds = self._reply()
         if message["kind"] == "snapshot.refused":
             raise MemoryShortage(message["text"])
+        if message["kind"] == "snapshot.lost_copy":
+            text = f"rank {self.rank}: {message['text']}"
+            raise DamagedCheckpoint(f"{text}. It is struck out; the next generation begins from another copy.")
+        self.instructions = message.get("told", self.instructions)
         taken = 0
         kept: dict[int, BufferSet] = {}
         for body in message["sets"]:

@@ -41,6 +41,7 @@ _HASHED_AT = 512
 _DIGEST = struct.Struct("<QQ")
 _DIGEST_AT = _HASHED_AT + _WORD.size
 _ALL_ONES = 2**64 - 1
+_PIECE = 8 << 20  # hashed at a time, so that other threads come to their turn
 
 Writable = bytearray | memoryview
 Readable = bytes | bytearray | memoryview
@@ -121,16 +122,52 @@ def checksum_of(buffer: Readable, header: Header) -> int | None:
     return checksum if guard == checksum ^ sequence ^ _ALL_ONES else None
 
 
+def checksum(buffer: Readable, header: Header) -> int:
+    """Compute the payload's checksum."""
+    digest = xxhash.xxh3_64()
+    end = header.payload_offset + header.payload_bytes
+    with memoryview(buffer) as view:
+        for start in range(header.payload_offset, end, _PIECE):
+            with view[start : min(end, start + _PIECE)] as piece:
+                digest.update(piece)
+    return int(digest.intdigest())
+
+
 def wound(buffer: Readable, header: Header) -> str:
     """Say what is wrong with the payload of a hashed copy; nothing where it matches, or is only sealed."""
     expected = checksum_of(buffer, header)
     if expected is None:
         return ""
-    with memoryview(buffer) as view, view[header.payload_offset :][: header.payload_bytes] as payload:
-        found = xxhash.xxh3_64_intdigest(payload)
+    found = checksum(buffer, header)
     if found == expected:
         return ""
     return f"damaged: its payload has checksum {found:016x}, not {expected:016x}: bytes were changed in memory"
+
+
+def complete(buffer: Writable, head: bytes) -> Header | str:
+    """Put the head of a copy whose other bytes have arrived before it, and seal it where all matches; else say why not.
+
+    `head` is the whole header area of the original, which was hashed. What does not match is left void.
+    """
+    with memoryview(buffer) as view:
+        view[_BODY_AT:HEADER_BYTES] = head[_BODY_AT:HEADER_BYTES]
+        view[:_SEAL_AT] = head[:_SEAL_AT]
+        view[_SEAL_AT:_BODY_AT] = head[_SEAL_AT:_BODY_AT]
+        header = parse(view)
+        why = header if isinstance(header, str) else wound(view, header)
+        if not why and isinstance(header, Header) and checksum_of(view, header) is None:
+            why = "only sealed: a copy that is sent has a checksum"
+        if not why:
+            return header
+        unseal(view)
+        return why
+
+
+def step_of(buffer: Readable) -> int:
+    """Return the step of a sealed buffer, without a look whether its header is whole; 0 where it is void."""
+    (sealed,) = _WORD.unpack_from(buffer, _SEAL_AT)
+    (inverted,) = _WORD.unpack_from(buffer, _INVERTED_AT)
+    return int(_BODY.unpack_from(buffer, _BODY_AT)[3]) if sealed and inverted == sealed ^ _ALL_ONES else 0
 
 
 def parse(buffer: Readable) -> Header | str:

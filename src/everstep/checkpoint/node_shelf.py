@@ -1,0 +1,403 @@
+"""The memory tier of one node among several: all nodes begin a generation from one plan, which one of them makes.
+
+ every node, its roster entered        node of rank 0                      every node
+   facts: what is sealed here ───────▶  has all facts: decides once  ─────▶  plan, and the copies that its ranks take
+                                                                            what lies elsewhere is fetched
+   a rank that asks for buffers is answered, with what it begins from, when its copy is here
+
+Rule 1: nobody but the node of rank 0 decides, for a roster once (core/copies.py): a node that goes while it tells may
+have told one and not the other. If it is the node of rank 0 that goes, the roster goes with it. Where the agents see to
+it that all hear the same facts before the roster (`telling`, `told`), each decides alike at once, and nothing is sent.
+Rule 2: facts are what the headers say when the roster is entered: nothing of the last generation writes any more.
+Rule 3: what is told may be lost with a line: facts are told again until the plan is there, and whoever has decided
+tells it again to whoever asks. A node that is gone is not awaited, and no other limit is needed.
+Rule 4: a copy that cannot be fetched, or does not match its checksum, is struck out by whoever found it, and the
+generation ends by that rank's error: the next plan does without it (M11).
+Rule 5: buffers of a rank that stands elsewhere now are kept while a plan names them, and no longer.
+
+In a job that never had another node nothing of this happens: the plan comes with the roster.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from everstep.checkpoint.core.copies import (
+    Copy,
+    Decision,
+    Place,
+    Version,
+    agreed,
+    alive,
+    decide,
+    heard,
+    keepers,
+    merged,
+    version_of,
+)
+from everstep.checkpoint.core.placement import NOWHERE, Placement
+from everstep.checkpoint.core.plan import MEMORY, Branch, Plan
+from everstep.checkpoint.core.segment import Header
+from everstep.checkpoint.council import Council, checked, older_of, older_rows
+from everstep.checkpoint.lending import Lender
+from everstep.checkpoint.segments import Segment, SegmentSet
+from everstep.checkpoint.shelf import Ask, Shelf
+from everstep.events import Notice, TierEvent
+from everstep.recovery.api import Host, Message, NodeHost
+from everstep.recovery.core.words import Roster
+
+PEER = "peer"
+
+_Id = tuple[int, int]
+
+
+class NodeShelf(Shelf):
+    """Companion `snapshot` of each node; `recovery.api.NodeCompanion`."""
+
+    lender: Lender | None = None
+    counted: Version | None = None
+    """The save of the peer tier that counts since the present plan was made."""
+    keepers: Placement = NOWHERE
+    """Who had replicas of whom when the present roster was entered; known where the plan was made."""
+
+    def __init__(self, *, readers: int = 0, for_copies: int = 0, **settings: Any) -> None:
+        """`for_copies`: buffers of each rank that the peer tier needs; it does without where memory is short."""
+        super().__init__(readers=readers + for_copies, **settings)
+        self._for_copies = for_copies
+        self.planned: list[Callable[[Plan], None]] = []
+        """Called on the agent's thread when the plan of the present roster is known: at once, or a little later."""
+        self.sized: Callable[[int, int], None] = lambda rank, size: None
+        """Called with a rank that stands here and the size of its buffers, when it has asked for them."""
+        self._several = False  # there are, or were, other nodes
+        self._roster: Roster | None = None
+        self._council = Council(self._conclude, self._tell_plan)
+        self._heard: dict[str, Message] = {}
+        self._decided: tuple[_Id, Decision, list[Branch]] | None = None
+        self._bad: set[Place] = set()
+        self._told_ranks: dict[int, Message] = {}
+        self._failed: dict[int, str] = {}
+        self._lent = 0
+        self._origins: dict[tuple[int, int], Place] = {}  # of buffers that came from elsewhere
+
+    # several nodes
+
+    @property
+    def homes(self) -> Mapping[int, str]:
+        """Rank → the node where it stands in the present roster."""
+        return {m.rank: m.node for m in self._roster.members} if self._roster is not None else {}
+
+    @property
+    def here(self) -> Sequence[int]:
+        """The ranks that stand on this node."""
+        return [rank for rank, node in self.homes.items() if not self._several or node == self._node]
+
+    @property
+    def leader(self) -> str:
+        """The node that decides for the present roster."""
+        return self._roster.members[0].node if self._roster is not None else ""
+
+    @property
+    def branches(self) -> Sequence[Branch]:
+        """The generations so far; with a plan, the present one is the last."""
+        return self._branches
+
+    @property
+    def several(self) -> bool:
+        """True where there are, or were, other nodes."""
+        return self._several
+
+    def newest_here(self) -> int:
+        """Return how far the ranks that stand here are, as their snapshots show without being read."""
+        here = set(self.here)
+        steps = [s.step_hint() for each in self._sets.values() if each.rank in here for s in each.segments.values()]
+        return max(steps, default=0)
+
+    @property
+    def _node_host(self) -> NodeHost:
+        host: NodeHost = self._host  # type: ignore[assignment]  # see `start`
+        return host
+
+    @property
+    def _node(self) -> str:
+        return self._node_host.node
+
+    def start(self, host: Host) -> None:
+        """See `Companion.start`; the host of an agent is a `NodeHost`."""
+        super().start(host)
+        self._council.start(self._node_host)
+
+    def on_nodes(self, nodes: Mapping[str, str]) -> None:
+        """See `NodeCompanion.on_nodes`: whoever is gone need not be awaited."""
+        self._several = self._several or len(nodes) > 1
+        self._council.on_nodes(nodes)
+
+    def on_node_message(self, node: str, message: Message) -> None:
+        """See `NodeCompanion.on_node_message`. What cannot be read is as good as lost."""
+        try:
+            match message["kind"]:
+                case "snapshot.facts":
+                    self._council.on_facts(node, message)
+                case "snapshot.plan":
+                    self._hear_plan(node, message)
+                case "snapshot.facts_wanted":
+                    self._council.on_wanted(node, message)
+                case _:
+                    return
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            text = f"node {node} said {message.get('kind')!r} in a form that is unknown here ({error!r})"
+            self._host.emit(Notice(text=text, level="error"))
+
+    def _tell(self, node: str, message: Message) -> None:
+        self._node_host.tell(node, message)
+
+    # a roster
+
+    def on_roster(self, roster: Roster) -> Mapping[int, Message]:
+        """See `Companion.on_roster`: with other nodes, what a rank begins from comes with its buffers."""
+        self._roster = roster
+        self._told_ranks.clear()
+        self._failed.clear()
+        if not self._several:
+            told = super().on_roster(roster)
+            self._announce()
+            return told
+        self._asks.clear()
+        self._offered.clear()
+        self._forget_retired()
+        self.plan = None
+        heard_of, self._heard = self._heard, {}
+        if heard_of.keys() >= set(self.homes.values()):
+            self._conclude(heard_of)
+        else:
+            self._council.enter(
+                [roster.epoch, roster.generation], self.leader, set(self.homes.values()), self.telling()
+            )
+        return {rank: self._told_ranks.get(rank, {"follows": True}) for rank in self.here}
+
+    def telling(self) -> Message:
+        """What lies here and of which generations this node knows, when all of its ranks have left the last one."""
+        mine = [
+            Copy(self._node, False, sealed, self._segment(sealed.rank, sealed.buffer).size) for sealed in self.sealed()
+        ]
+        replicas = self.lender.replicas() if self.lender is not None else ()
+        self._struck.clear()
+        return {
+            "copies": [copy.to_row() for copy in (*mine, *replicas)],
+            "branches": [[b.epoch, b.generation, b.parent] for b in self._branches],
+            "counted": self.lender.counted if self.lender is not None else None,
+            "struck": [list(place) for place in sorted(self._bad)],
+            "struck_older": [list(one) for one in sorted(self._struck_older)],
+            "older": older_rows(self.older() if self.older else ()),
+        }
+
+    def told(self, node: str, message: Message) -> None:
+        """A node, perhaps this one, tells what `telling` has returned there; all hear it before the next roster."""
+        try:
+            self._heard[node] = checked(node, message)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            self._host.emit(Notice(text=f"what node {node} keeps cannot be read ({error!r})", level="error"))
+
+    def _conclude(self, told: Mapping[str, Message]) -> None:
+        """Decide from what these nodes have told; the same from the same, wherever it is done."""
+        roster = self._roster
+        assert roster is not None, "facts are for a roster"
+        branches = merged(facts["branches"] for facts in told.values())
+        struck = frozenset(Place(*place) for facts in told.values() for place in facts["struck"])
+        gone = {(str(tier), int(step)) for facts in told.values() for tier, step in facts["struck_older"]}
+        older = [c for c in older_of(told[self.leader]) if (c.tier, c.step) not in gone]
+        copies = [Copy.from_row(node, row) for node, facts in sorted(told.items()) for row in facts["copies"]]
+        self.keepers = keepers(copies)
+        decision = decide(self.homes, copies, branches, older, struck)
+        counted = [version_of(facts["counted"]) for facts in told.values()]
+        begun = [*branches, Branch(roster.epoch, roster.generation, decision.plan.parent)]
+        self.counted = agreed(counted, begun)
+        self._decided = (roster.epoch, roster.generation), decision, branches
+        self._follow(decision, branches)
+
+    def _tell_plan(self, node: str) -> None:
+        assert self._decided is not None, "called where it is decided"
+        roster, decision, branches = self._decided
+        body = {"kind": "snapshot.plan", "roster": list(roster), **decision.told_to(node, self.homes)}
+        body["counted"] = self.counted
+        self._tell(node, {**body, "branches": [[b.epoch, b.generation, b.parent] for b in branches]})
+
+    def _hear_plan(self, node: str, message: Message) -> None:
+        roster = self._roster
+        if roster is None or list(message["roster"]) != [roster.epoch, roster.generation] or node != self.leader:
+            return
+        decision, lent = heard(message, roster.world_size)
+        if self.plan is None:
+            self.counted = version_of(message["counted"])
+            self._follow(decision, merged([message["branches"]]), lent)
+
+    def _follow(self, decision: Decision, branches: list[Branch], lent: set[Place] | None = None) -> None:
+        """The plan is known: let go of what it leaves behind, and have what it names."""
+        roster = self._roster
+        assert roster is not None, "a plan is for a roster"
+        if lent is None:
+            lent = {copy.place for copy in decision.sources.values() if copy.node == self._node}
+        plan = replace(decision.plan, sources={})
+        for snapshot in self.sealed():
+            if not alive(snapshot, branches, plan) and snapshot.buffer not in self.held(snapshot.rank):
+                self._void(snapshot.rank, snapshot.buffer)
+        self._council.close()
+        self._branches = [*branches, Branch(roster.epoch, roster.generation, plan.parent)]
+        needed = {(place.rank, place.number) for place in lent if not place.replica}
+        self._let_go_of_those_elsewhere(needed)
+        self._begun_from = {}
+        self.plan = plan
+        other = decision.resharded
+        self._unsettled = set(self.here) if other else set()
+        self._announce()  # before a rank that waits is answered
+        for copy in decision.sources.values():
+            if other or copy.snapshot.rank in self.here:
+                self._have(copy, other)
+        if not decision.sources:
+            self._tell_those_here()
+        self._proceed()
+
+    def _announce(self) -> None:
+        plan = self.plan
+        assert plan is not None, "called when it is known"
+        for call in self.planned:
+            call(plan)
+
+    # what a rank begins from
+
+    def _have(self, copy: Copy, other: bool) -> None:
+        """Have one source here, then tell whose it is."""
+        roster = self._roster
+
+        def done(found: Segment | str) -> None:
+            if roster is not self._roster:  # the generation has ended meanwhile
+                if isinstance(found, Segment):
+                    found.close()
+                return
+            if isinstance(found, str):
+                self._lost(copy, found)
+            else:
+                self._source(copy, self._adopt(copy, found), other)
+            self._proceed()
+
+        if copy.node == self._node and not copy.replica:
+            self._source(copy, copy.snapshot.buffer, other)
+        elif self.lender is None:
+            done("nobody carries copies between the nodes of this job")
+        elif copy.node == self._node:
+            done(self.lender.take(copy.place) or "it is not here any more")
+        else:
+            self.lender.fetch(copy, done)
+
+    def _source(self, copy: Copy, buffer: int, other: bool) -> None:
+        plan, rank = self.plan, copy.snapshot.rank
+        assert plan is not None, "sources are a plan's"
+        if other:
+            self._begun_from[rank] = buffer
+            if len(self._begun_from) == plan.saved_by:
+                self._tell_those_here({"step": plan.step, "tier": MEMORY, "saved_by": plan.saved_by})
+            return
+        source = {"step": plan.step, "tier": MEMORY, "buffer": buffer}
+        if copy.replica:
+            source["from"] = PEER
+        self._tell_rank(rank, source)
+
+    def _tell_those_here(self, source: Message | None = None) -> None:
+        """All ranks here begin alike: from a slower tier, a world of another size, or the beginning."""
+        plan = self.plan
+        assert plan is not None, "called when it is known"
+        if plan.committed is not None:
+            source = {"step": plan.step, "tier": plan.tier, **plan.committed.where}
+        for rank in self.here:
+            self._tell_rank(rank, source)
+
+    def _tell_rank(self, rank: int, source: Message | None) -> None:
+        plan, roster = self.plan, self._roster
+        assert plan is not None, "called when it is known"
+        assert roster is not None, "a plan is for a roster"
+        lineage = [roster.epoch, roster.generation, plan.parent]
+        told = {"lineage": lineage, "reason": plan.reason, "unfit": plan.unfit, "restore": source}
+        self._told_ranks[rank] = {**told, "held": sorted(self.held(rank))}
+
+    def _lost(self, copy: Copy, why: str) -> None:
+        """A copy cannot be had: it is struck out, and the rank that waits for it says so."""
+        rank, step = copy.snapshot.rank, copy.snapshot.step
+        self._bad.add(copy.place)
+        kind = "the copy" if copy.replica else "the snapshot"
+        text = f"{kind} of rank {rank}'s step {step} that node {copy.node} has cannot be had: {why}"
+        self._host.emit(TierEvent(tier=PEER, what="damaged", step=step, text=text))
+        self._host.emit(Notice(text=f"{text}. It is struck out; the next best is taken", level="error"))
+        for waiting in self.here if rank not in self.here else [rank]:
+            self._failed[waiting] = text
+
+    def _adopt(self, copy: Copy, segment: Segment) -> int:
+        """A copy that came from elsewhere is a buffer of its rank until that has filled buffers of its own.
+
+        Its set comes before all others (a worker writes into its newest set), so its number is below theirs.
+        """
+        rank = copy.snapshot.rank
+        self._lent += 1
+        number = self._next_buffer[rank]
+        self._next_buffer[rank] += 1
+        adopted = SegmentSet.of(-self._lent, rank, {number: segment})
+        self._sets = {adopted.number: adopted, **self._sets}
+        self._origins[rank, number] = copy.place
+        return number
+
+    def _strike(self, rank: int, message: Message) -> None:
+        """See `Shelf._strike`; a copy that came from elsewhere is struck out there as well."""
+        super()._strike(rank, message)
+        if not self._several or message.get("tier", MEMORY) != MEMORY:
+            return
+        header = self.header(rank, message["buffer"])
+        if isinstance(header, Header):
+            what = header.step, header.epoch, header.generation
+            self._bad.add(Place(self._node, False, rank, message["buffer"], *what))
+        origin = self._origins.get((rank, message["buffer"]))
+        if origin is not None:
+            self._bad.add(origin)
+
+    def _beside(self, rank: int) -> Message:
+        return {"told": self._told_ranks[rank]} if rank in self._told_ranks else {}
+
+    def _answer(self, ask: Ask) -> bool:
+        if self._several and ask.rank in self._failed:
+            self._host.send(ask.rank, {"kind": "snapshot.lost_copy", "ask": ask.number, "text": self._failed[ask.rank]})
+            return True
+        if self._several and ask.rank not in self._told_ranks:
+            return False  # the plan, or the copy that it names, is not here yet
+        answered = super()._answer(ask)
+        if answered:
+            self.sized(ask.rank, self._of(ask.rank)[-1].size)
+        return answered
+
+    # memory
+
+    @property
+    def bytes(self) -> int:
+        """What the snapshots of this node take, with those that it keeps for others."""
+        return super().bytes + (self.lender.bytes if self.lender is not None else 0)
+
+    def _ranks_here(self) -> Sequence[int]:
+        return self.here if self._several else super()._ranks_here()
+
+    def _refusal(self, rank: int, needed: int) -> str | None:
+        """What ranks here need goes before what is kept for others."""
+        refusal = super()._refusal(rank, needed)
+        if refusal is not None and self.lender is not None and self.lender.shed():
+            refusal = super()._refusal(rank, needed)
+        if refusal is not None and self._for_copies and self.lender is not None and self.lender.do_without(refusal):
+            self._buffers, self._for_copies = self._buffers - self._for_copies, 0
+            refusal = super()._refusal(rank, needed)
+        return refusal
+
+    def _let_go_of_those_elsewhere(self, needed: set[tuple[int, int]]) -> None:
+        here = set(self.here)
+        for each in self._sets.values():
+            lent = any((each.rank, buffer) in needed for buffer in each.segments)
+            each.retired = each.retired or (each.rank not in here and not lent)
+        self._forget_retired()
+
+    def on_tick(self, now: float) -> None:
+        """See `Companion.on_tick`: what may have been lost is told again."""
+        super().on_tick(now)
+        self._council.on_tick(now)

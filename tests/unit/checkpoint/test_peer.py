@@ -1,0 +1,316 @@
+"""Copies on other nodes: a simulated job of several nodes, real shelves and peer tiers, in which anything may die."""
+
+import gc
+import os
+import random
+
+import pytest
+
+from everstep.checkpoint.core.budget import Memory
+from everstep.testing.peer_parts import Broken
+from everstep.testing.peer_world import Job
+
+
+def memfds():
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found += "everstep-snapshot" in os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def job():
+    jobs = []
+    gc.collect()
+    before = memfds()
+
+    def make(*arguments, **settings):
+        jobs.append(Job(*arguments, **settings))
+        return jobs[-1]
+
+    yield make
+    for one in jobs:
+        one.close()
+    gc.collect()
+    assert memfds() == before, "memory is left behind"
+
+
+def plan(job):
+    return next(node.companions["snapshot"].plan for node in job.alive if node.companions["snapshot"].plan)
+
+
+def until_counted(job, step, turns=3000):
+    for _ in range(turns):
+        if job.counted() >= step:
+            return
+        job.turn()
+    raise AssertionError(f"step {step} does not come to count: {job.counted()}")
+
+
+def test_a_lost_node_costs_the_interval_that_was_achieved_and_the_line_says_whose_copy_it_is(job):
+    j = job(1, nodes=3)
+    j.begin()
+    until_counted(j, 5)
+    counted = j.counted()
+    j.kill_node("n1")
+    j.begin()
+    assert j.begun[-1] == (counted, 0)
+    assert plan(j).tier == "memory"
+    assert f"step {counted} from memory: the newest that all 6 ranks hold" in plan(j).reason
+    assert "rank 2" in plan(j).reason
+    assert " s old" in plan(j).reason
+    until_counted(j, counted + 5)  # and copies are made anew
+
+
+def test_the_node_of_rank_0_may_go_like_any_other(job):
+    j = job(2, nodes=3)
+    j.begin()
+    until_counted(j, 4)
+    counted = j.counted()
+    j.kill_node("n0")
+    j.begin()
+    assert j.begun[-1] == (counted, 0)
+    until_counted(j, counted + 3)
+    again = j.counted()
+    j.kill_node("n1")
+    j.begin()
+    assert j.begun[-1][0] == again
+
+
+def test_two_copies_outlive_two_nodes_at_once(job):
+    j = job(3, nodes=4, per_node=1, copies=2)
+    j.begin()
+    until_counted(j, 4)
+    counted = j.counted()
+    j.kill_node("n1")
+    j.kill_node("n3")
+    j.begin()
+    assert j.begun[-1] == (counted, 0)
+
+
+def test_a_rack_may_go_where_the_other_rack_keeps_its_copies(job):
+    j = job(4, nodes=4, per_node=1, domains={"n0": "r1", "n1": "r1", "n2": "r2", "n3": "r2"})
+    j.begin()
+    until_counted(j, 4)
+    counted = j.counted()
+    j.kill_node("n2")
+    j.kill_node("n3")
+    j.begin()
+    assert j.begun[-1] == (counted, 0)
+
+
+def test_a_process_that_dies_costs_no_step_more_than_before(job):
+    j = job(5)
+    j.begin()
+    until_counted(j, 3)
+    newest = min(worker.step for worker in j.workers.values())
+    j.kill_worker(1)
+    j.begin()
+    assert j.begun[-1][0] >= newest
+
+
+def test_cl_17_a_flipped_byte_in_a_replica_is_found_named_and_the_next_best_taken(job):
+    j = job(6, nodes=2, per_node=1)
+    j.begin()
+    until_counted(j, 6)
+    assert j.flip("n0")
+    kept = j.nodes["n0"].companions["peer"].kept
+    places = kept.copies(0.0)
+    j.kill_node("n1")
+    j.begin()
+    damaged = [e for e in j.nodes["n0"].events if getattr(e, "what", "") == "damaged"]
+    if damaged:  # the byte was in the copy that was taken
+        assert "damaged: its payload has checksum" in damaged[0].text
+        assert "rank 1" in damaged[0].text
+        assert j.begun[-1][0] < max(copy.snapshot.step for copy in places)
+    assert len({worker.began for worker in j.workers.values()}) == 1
+
+
+def test_a_copy_that_was_sent_is_hashed_on_both_sides(job):
+    j = job(7, nodes=2, per_node=1)
+    j.begin()
+    until_counted(j, 3)
+    from everstep.checkpoint.core import segment
+
+    for node in j.alive:
+        shelf, peer = node.companions["snapshot"], node.companions["peer"]
+        for copy in peer.kept.copies(0.0):
+            found = peer.kept.find(copy.place)
+            held = os.pread(found.fd, found.size, 0)
+            assert segment.checksum_of(held, segment.parse(held)) is not None
+            home = j.nodes[j.homes[copy.snapshot.rank]].companions["snapshot"]
+            for own in [
+                s for s in home.sealed() if s.step == copy.snapshot.step
+            ]:  # that of what counts is pinned there
+                mine = os.pread(home.fd(own.rank, own.buffer), found.size, 0)
+                assert segment.checksum_of(mine, segment.parse(mine)) == segment.checksum_of(held, segment.parse(held))
+        assert shelf.bytes > 0
+
+
+def test_nobody_keeps_copies_on_one_node_and_nothing_is_begun_for_it(job):
+    j = job(8, nodes=1)
+    j.begin()
+    j.run(200)
+    assert j.porters == []
+    assert j.counted() == -1
+    j.kill_worker(0)
+    newest = min(worker.step for worker in j.workers.values())
+    j.begin()
+    assert j.begun[-1][0] >= newest
+
+
+def test_an_interval_of_0_keeps_no_copies_and_still_fetches_what_was_left_on_another_node(job):
+    j = job(9, nodes=2, interval=0)
+    j.begin()
+    j.run(300)
+    assert j.counted() == -1
+    newest = min(worker.step for worker in j.workers.values())
+    j.kill_worker(3)
+    j.homes[3] = "n0"  # a spare of the other node takes its place
+    j.begin()
+    assert j.begun[-1][0] >= newest
+    assert "rank 3 from its own memory, left on node n1" in plan(j).reason
+
+
+def test_memory_that_does_not_suffice_for_copies_is_said_and_training_goes_on(job):
+    own = 2 * 5 * 4616
+    j = job(10, cap_bytes=own)
+    j.begin()
+    j.run(1500)
+    assert j.counted() == -1
+    texts = [text for node in j.alive for text in node.notices()]
+    assert any("no copies of snapshots are kept: node n" in text and "--snapshot-memory" in text for text in texts)
+    assert min(worker.step for worker in j.workers.values()) > 20
+
+
+def test_where_memory_is_short_the_ranks_go_before_the_copies(job):
+    j = job(11, look=lambda: Memory(2 * 3 * 4616 * 16 // 15 + 64))
+    j.begin()
+    j.run(500)
+    assert j.counted() == -1
+    assert min(worker.step for worker in j.workers.values()) > 5
+    assert any("no copies of snapshots are kept" in text for node in j.alive for text in node.notices())
+
+
+def test_steps_between_saves_are_left_out_in_choosing_and_no_rank_ever_waits(job):
+    j = job(12, interval=2)
+    j.begin()
+    until_counted(j, 12)
+    events = [(e.what, e.step) for e in j.nodes["n0"].events if getattr(e, "tier", "") == "peer"]
+    assert all(step % 2 == 0 for _, step in events)
+    committed = [step for what, step in events if what == "committed"]
+    assert committed == sorted(set(committed))
+    assert {what for what, _ in events} >= {"planned", "taken", "committed"}
+
+
+def test_a_porter_that_dies_fails_what_was_under_way_and_another_takes_its_place(job):
+    j = job(13)
+    j.begin()
+    until_counted(j, 3)
+    j.kill_porter("n1")
+    until_counted(j, j.counted() + 5)
+    assert any("porter of this node ended by signal 9; another takes its place" in t for t in j.nodes["n1"].notices())
+
+
+def test_words_that_are_lost_between_agents_cost_time_alone(job):
+    for seed in range(3):
+        j = job(seed, nodes=3, per_node=1, losing=0.02)
+        j.begin()
+        until_counted(j, 3, turns=6000)
+        j.kill_node("n1")
+        j.begin()
+
+
+def test_nonsense_from_another_node_is_told_and_changes_nothing(job):
+    j = job(14)
+    j.begin()
+    until_counted(j, 2)
+    n0 = j.nodes["n0"]
+    draw = random.Random(1)
+    kinds = ["here", "placed", "keep", "ready", "no", "intent", "staged", "late", "go", "offer", "come", "declined",
+             "kept", "refused", "done", "fetch", "unfetched", "not_here", "something"]  # fmt: skip
+    for kind in kinds:
+        for body in (
+            {},
+            {"save": 7},
+            {"rank": "x", "roster": 3, "save": None, "place": [1], "what": {}, "ticket": "t"},
+        ):
+            n0.companions["peer"].on_node_message("n1", {"kind": f"peer.{kind}", **body})
+    for kind in ("facts", "plan", "facts_wanted", "something"):
+        for body in ({}, {"roster": draw.random(), "copies": 3}, {"roster": [0, 0], "copies": [[1]], "sources": 1}):
+            n0.companions["snapshot"].on_node_message("n1", {"kind": f"snapshot.{kind}", **body})
+    j.run(200)
+    j.kill_worker(0)
+    j.begin()
+
+
+class Storm:
+    """A job, and what becomes of it."""
+
+    def __init__(self, seed):
+        self.draw = draw = random.Random(seed)
+        self.job = Job(
+            seed, draw.choice([2, 2, 3, 4]), draw.choice([1, 2]), interval=draw.choice([1, 1, 2, 5]),
+            copies=draw.choice([1, 1, 2]), losing=draw.choice([0.0, 0.0, 0.02]),
+        )  # fmt: skip
+        self.log, self.sound, self.spent = [], True, -1
+
+    def run(self):
+        try:
+            self.job.begin()
+            for _ in range(self.draw.randint(2, 6)):
+                self.job.run(self.draw.randint(5, 400))
+                getattr(self, self.draw.choice(["fault", "fault", "fault", "porter", "flip", "node", "node"]))()
+        finally:
+            self.job.close()
+
+    def anyone(self):
+        return self.draw.choice([node.name for node in self.job.alive])
+
+    def porter(self):
+        self.job.kill_porter(self.anyone())
+
+    def flip(self):
+        self.sound = not self.job.flip(self.anyone()) and self.sound
+
+    def fault(self):
+        newest = min(worker.step for worker in self.job.workers.values())
+        if self.draw.random() < 0.7:
+            self.job.kill_worker(self.draw.randrange(self.job.ranks))
+        self.begin("fault", newest if self.sound else -1)
+
+    def node(self):
+        counted = self.job.counted()
+        if len(self.job.alive) > 1:
+            self.job.kill_node(self.anyone())
+            self.begin("node", counted if self.sound and counted > self.spent else -1)
+            self.spent = self.job.counted()  # the next may take what only it had, until a newer save counts
+
+    def begin(self, what, least):
+        self.job.begin()
+        self.log.append((what, least, self.job.begun[-1]))
+        if self.job.begun[-1][0] < least:
+            raise Broken(f"more is lost than may be: {self.log}")
+
+
+def storm(seed):
+    Storm(seed).run()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_dies_whenever_all_begin_from_one_state_and_nothing_that_counted_is_lost(seed):
+    gc.collect()
+    before = memfds()
+    storm(seed)
+    gc.collect()
+    assert memfds() == before, "memory is left behind"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(60))
+def test_whatever_dies_at_length(block):
+    for seed in range(1000 + 50 * block, 1050 + 50 * block):
+        storm(seed)
