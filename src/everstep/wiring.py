@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from everstep.checkpoint import flags
+from everstep.checkpoint import flags, peer_flags
 from everstep.checkpoint.core.budget import bytes_of
 from everstep.checkpoint.disks import disks_of, nearest_first
 from everstep.checkpoint.shelf import Shelf
@@ -18,7 +18,11 @@ from everstep.launcher import run as launcher
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.run import Riders
 
-EXTENSIONS = ("everstep.faults.flags:add_run_arguments", "everstep.checkpoint.flags:add_run_arguments")
+EXTENSIONS = (
+    "everstep.faults.flags:add_run_arguments",
+    "everstep.checkpoint.flags:add_run_arguments",
+    "everstep.checkpoint.peer_flags:add_run_arguments",
+)
 """What adds flags to torchrun's parser, by name: it runs in the zygote."""
 
 
@@ -51,6 +55,9 @@ def riders(config: LaunchConfig) -> Riders:
     disks = disks_of(places, shelf, config.grace_s)
     shelf.older = lambda: nearest_first(disks)
     riding.companions += disks
+    idle = peer_flags.idle(peer_flags.copies_of(given))
+    if idle is not None:
+        riding.notices.append(idle)
     if not any(place.tier == MAIN for place in places) and given.get("checkpoint_interval") is not None:
         riding.notices.append(
             f"--checkpoint-interval {given['checkpoint_interval']} is of no use alone: nothing is written to disk "

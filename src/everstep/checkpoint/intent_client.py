@@ -9,10 +9,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from everstep.checkpoint.tier_settings import LOCAL, MAIN
+from everstep.checkpoint.tier_settings import LOCAL, MAIN, PEER
 
 DIRECTORIES = (MAIN, LOCAL)
 """Directories that an agent may write to, by the prefix of their messages."""
+READERS = (*DIRECTORIES, PEER)
+"""All tiers that read snapshots at their own pace: those, and copies on other nodes."""
 
 Send = Callable[[Mapping[str, Any]], None]
 
@@ -107,10 +109,10 @@ class IntentClient:
 
 
 class Disks:
-    """All directories of a rank: one snapshot serves each that wants its step."""
+    """All slower tiers of a rank: one snapshot serves each that wants its step."""
 
     def __init__(self, send: Send) -> None:
-        self._disks = {name: IntentClient(send, tier=name) for name in DIRECTORIES}
+        self._disks = {name: IntentClient(send, tier=name) for name in READERS}
 
     def on_message(self, message: Mapping[str, Any]) -> None:
         """See `IntentClient.on_message`."""

@@ -42,11 +42,10 @@ from everstep.checkpoint.council import Council, checked, older_of, older_rows
 from everstep.checkpoint.lending import Lender
 from everstep.checkpoint.segments import Segment, SegmentSet
 from everstep.checkpoint.shelf import Ask, Shelf
+from everstep.checkpoint.tier_settings import PEER
 from everstep.events import Notice, TierEvent
 from everstep.recovery.api import Host, Message, NodeHost
 from everstep.recovery.core.words import Roster
-
-PEER = "peer"
 
 _Id = tuple[int, int]
 
@@ -172,7 +171,13 @@ class NodeShelf(Shelf):
             self._council.enter(
                 [roster.epoch, roster.generation], self.leader, set(self.homes.values()), self.telling()
             )
-        return {rank: self._told_ranks.get(rank, {"follows": True}) for rank in self.here}
+        follows = {"follows": True, "restore": self._summary()}  # of ranks elsewhere the ledger alone wants to know
+        return {rank: self._told_ranks.get(rank, follows) for rank in range(roster.world_size)}
+
+    def _summary(self) -> Message | None:
+        """What all begin from, where it is known."""
+        plan = self.plan
+        return None if plan is None or plan.step is None else {"step": plan.step, "tier": plan.tier}
 
     def telling(self) -> Message:
         """What lies here and of which generations this node knows, when all of its ranks have left the last one."""

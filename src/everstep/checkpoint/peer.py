@@ -35,11 +35,12 @@ from everstep.checkpoint.fetching import Fetching
 from everstep.checkpoint.keeping import Keeping
 from everstep.checkpoint.lending import Fetched
 from everstep.checkpoint.node_shelf import NodeShelf
-from everstep.checkpoint.peer_leader import TIER, Leader
+from everstep.checkpoint.peer_leader import Leader
 from everstep.checkpoint.replicas import Replicas
 from everstep.checkpoint.segments import Segment
 from everstep.checkpoint.sending import Sending
 from everstep.checkpoint.source import Source
+from everstep.checkpoint.tier_settings import PEER
 from everstep.events import Notice
 from everstep.recovery.api import Child, Host, Message, NodeHost
 from everstep.recovery.core.words import Roster
@@ -56,7 +57,7 @@ class Peer:
     another node is fetched all the same. `domain`: the label of what fails together with this node, else its name.
     """
 
-    prefix = TIER
+    prefix = PEER
 
     def __init__(
         self,

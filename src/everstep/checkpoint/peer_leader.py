@@ -12,10 +12,10 @@ from everstep.checkpoint.core import intents
 from everstep.checkpoint.core import peer_save as saves
 from everstep.checkpoint.core.copies import Version
 from everstep.checkpoint.core.placement import NOWHERE, Placement, place
+from everstep.checkpoint.tier_settings import PEER
 from everstep.events import Notice, TierEvent
 from everstep.recovery.api import Host, Message
 
-TIER = "peer"
 REST_FROM_S = 0.25
 """A save that took longer is followed by a rest as long: no more than half of a network is ours."""
 ASK_AGAIN_S = 2.0
@@ -185,8 +185,8 @@ class Leader:
             return
         self._plan, choice = intents.choose(intents.saw(self._plan, self._newest()))
         for step in choice.left_out:
-            self._host.emit(TierEvent(tier=TIER, what="coalesced", step=step, text=choice.reason))
-        self._host.emit(TierEvent(tier=TIER, what="planned", step=choice.step, text=choice.reason))
+            self._host.emit(TierEvent(tier=PEER, what="coalesced", step=step, text=choice.reason))
+        self._host.emit(TierEvent(tier=PEER, what="planned", step=choice.step, text=choice.reason))
         self._count += 1
         token = f"{self._lineage[0]}.{self._lineage[1]}.{self._count}"
         self._save = saves.Save(token, choice.step, frozenset(self._homes), pairs)
@@ -201,7 +201,7 @@ class Leader:
         if before.phase is saves.Phase.ASKED and self._save.phase is saves.Phase.SENDING:
             self._asked_s = self._host.clock.now()
             self._plan = intents.saw(self._plan, before.step)
-            self._host.emit(TierEvent(tier=TIER, what="taken", step=before.step))
+            self._host.emit(TierEvent(tier=PEER, what="taken", step=before.step))
             assert self._lineage is not None, "a save belongs to a generation"
             body = {"kind": "peer.go", "save": token, "step": before.step, "lineage": list(self._lineage)}
             self._tell_homes({**body, "counted": self._counted})
@@ -215,7 +215,7 @@ class Leader:
         taken = save.phase is not saves.Phase.VOID
         lasted = seconds if taken else 0.0
         self._host.emit(
-            TierEvent(tier=TIER, what=what, step=save.step, bytes=save.bytes, seconds=lasted, text=save.text)
+            TierEvent(tier=PEER, what=what, step=save.step, bytes=save.bytes, seconds=lasted, text=save.text)
         )
         if save.phase is saves.Phase.COMMITTED:
             assert self._lineage is not None, "a save belongs to a generation"

@@ -8,7 +8,7 @@ from typing import Any
 from everstep.checkpoint.core.retention import Keep, keep_of
 from everstep.errors import UsageError
 
-MAIN, LOCAL, MEMORY = "disk", "local", "memory"
+MAIN, LOCAL, MEMORY, PEER = "disk", "local", "memory", "peer"
 BUSY = ("coalesce", "block", "skip")
 
 

@@ -86,6 +86,7 @@ class SimNode:
     run_dir: str = ""
     world_size: int = 0
     alive: bool = True
+    address: str = ""  # of all nodes; empty: a made-up one of each
     losing: tuple[float, random.Random | None] = (0.0, None)  # the share of what is told that is lost
     events: list[Event] = field(default_factory=list[Event])
     workers: dict[int, Callable[[Message, Sequence[int]], None]] = field(
@@ -170,7 +171,7 @@ class SimNode:
     def nodes(self, names: Sequence[str]) -> None:
         """Say who is here."""
         for companion in self.companions.values():
-            companion.on_nodes({name: f"address-of-{name}" for name in names})
+            companion.on_nodes({name: self.address or f"address-of-{name}" for name in names})
 
     def stop(self, generation: int) -> None:
         """Nothing of a generation writes here any more."""

@@ -10,6 +10,7 @@ they begin (`begin` raises `Broken` else); what counted is not lost to one node;
 
 import contextlib
 import functools
+import json
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -40,9 +41,15 @@ class Job:
         domains: Mapping[str, str] | None = None,
         losing: float = 0.0,
         look: Callable[[], Memory] = lambda: PLENTY,
+        address: str = "",
+        all_hear: bool = False,
         **settings: Any,
     ) -> None:
-        """`settings`: of the peer tier. `losing`: the share of words between agents that are lost."""
+        """`settings`: of the peer tier. `losing`: the share of words between agents that are lost.
+
+        `all_hear`: agents see to it that all hear what each keeps, before a roster.
+        """
+        self._all_hear = all_hear
         self.draw = random.Random(seed)
         self.net, self.clock = Net(), StillClock()
         self.size = segment.needed_bytes(PAYLOAD, 2)
@@ -58,7 +65,7 @@ class Job:
         self.begun: list[tuple[int, int]] = []
         for n in range(nodes):
             node = SimNode(f"n{n}", self.net, self.clock, self.nodes, self._spawn)
-            node.losing = (losing, self.draw)
+            node.losing, node.address = (losing, self.draw), address
             shelf = NodeShelf(for_copies=COPY_BUFFERS, look=look)
             (share,) = shares(shelf, 1)
             domain = (domains or {}).get(node.name, "")
@@ -105,7 +112,16 @@ class Job:
         self.generation += 1
         for worker in self.workers.values():
             worker.told, worker.began, worker.failed = None, None, ""
+        if self._all_hear and self.generation:
+            self._tell_all()
         self._entering = self.draw.sample(here, len(here))
+
+    def _tell_all(self) -> None:
+        shelves = {node.name: node.companions["snapshot"] for node in self.alive}
+        told = {name: json.dumps(shelf.telling()) for name, shelf in shelves.items()}
+        for shelf in shelves.values():
+            for name, text in told.items():
+                shelf.told(name, json.loads(text))
 
     def _enter_one(self) -> None:
         node = self.nodes[self._entering.pop()]

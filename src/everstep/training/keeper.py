@@ -42,11 +42,15 @@ class Keeper:
         self._snapshotter, self._disks, self._telemetry, self._clock = snapshotter, disks, telemetry, clock
         self._rank, self._world_size = assignment.rank, assignment.world_size
         self._generation = assignment.generation
-        self._told = assignment.companions.get("snapshot", {})
         self._told_of = {name: assignment.companions[name] for name in DIRECTORIES if name in assignment.companions}
         self._saved: State | None = None
         self._resettle: int | None = None  # the step that a world of another size had saved
         self.epochs = Epochs()
+
+    @property
+    def _told(self) -> Mapping[str, Any]:
+        """What this rank begins from; where there are several nodes it may come with the buffers only."""
+        return self._snapshotter.instructions
 
     def open(self, state: Mapping[str, Any], loader: Any, asked: Asked) -> None:
         """See `parts.Keeper.open`."""

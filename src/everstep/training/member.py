@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.intent_client import DIRECTORIES, Disks
+from everstep.checkpoint.intent_client import READERS, Disks
 from everstep.checkpoint.snapshot import Snapshotter
 from everstep.clock import Clock
 from everstep.events import Category, Event, Numerics, SpanClosed, SpanOpened, StepValues
@@ -35,7 +35,7 @@ class Ours:
         self._calls = Calls(session.send)
         self._cleaning = Cleaning(clock=session.clock)
         session.on("snapshot", self._snapshotter.on_message)
-        for name in DIRECTORIES:
+        for name in READERS:
             session.on(name, self._heard_disk)
         session.on("fault", self._heard_fault)
 

@@ -255,6 +255,7 @@ class Storm:
         self.job = Job(
             seed, draw.choice([2, 2, 3, 4]), draw.choice([1, 2]), interval=draw.choice([1, 1, 2, 5]),
             copies=draw.choice([1, 1, 2]), losing=draw.choice([0.0, 0.0, 0.02]),
+            all_hear=draw.random() < 0.5,
         )  # fmt: skip
         self.log, self.sound, self.spent = [], True, -1
 
