@@ -3,11 +3,13 @@
 import argparse
 from collections.abc import Sequence
 
+from everstep import __version__
 from everstep.checkpoint import flags, peer_flags
 from everstep.checkpoint.core.budget import bytes_of
 from everstep.checkpoint.disks import disks_of, nearest_first
 from everstep.checkpoint.shelf import Shelf
 from everstep.checkpoint.tier_settings import MAIN
+from everstep.checkpoint.told_shelf import ToldShelf
 from everstep.errors import UsageError
 from everstep.faults import flags as faults
 from everstep.faults.companion import FaultCompanion
@@ -28,7 +30,7 @@ EXTENSIONS = (
 
 def run(words: Sequence[str]) -> int:
     """Run a job to its end; return the exit code."""
-    return launcher.main(words, EXTENSIONS, riders)
+    return launcher.main(words, EXTENSIONS, riders, __version__)
 
 
 def riders(config: LaunchConfig) -> Riders:
@@ -50,7 +52,14 @@ def riders(config: LaunchConfig) -> Riders:
         return riding
     places = flags.places(given)
     cap = given.get("snapshot_memory")
-    shelf = Shelf(cap_bytes=None if cap is None else bytes_of(str(cap)), readers=max(1, len(places)))
+    if places and config.nnodes > 1:
+        raise UsageError(
+            f"--checkpoint-dir with --nnodes {config.nnodes}: checkpoints on disk are written on one node for now. "
+            "Leave it out, and EVERSTEP_CHECKPOINT_DIR too: snapshots in memory are kept on every node."
+        )
+    cap_bytes, readers = None if cap is None else bytes_of(str(cap)), max(1, len(places))
+    several = config.nnodes > 1
+    shelf = ToldShelf(cap_bytes=cap_bytes, readers=0) if several else Shelf(cap_bytes=cap_bytes, readers=readers)
     riding.companions.append(shelf)
     disks = disks_of(places, shelf, config.grace_s)
     shelf.older = lambda: nearest_first(disks)

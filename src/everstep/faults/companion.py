@@ -7,6 +7,9 @@ Rule 3: the ledger hears of a fault before it happens.
 Rule 4: peers that wait before their own optimizer step (`fault.await`) are let on RELEASE_S after the injured rank has
         been told to go, so that the harm comes first. They wait by their own deadline, never for us alone.
 
+Rule 5: on several nodes each companion makes the same plan; one that lets a fault go tells the others before it says
+        `fault.go`, so that they record it too, for the rank may be theirs one day, and let their own ranks on.
+
 Answers carry the question's `call` number (`faults.calls`).
 """
 
@@ -21,7 +24,7 @@ from everstep.events import FaultInjected, Notice
 from everstep.faults.core import codec
 from everstep.faults.core.plan import Plan, PlannedFault, Spec, plan_of
 from everstep.faults.flags import Request
-from everstep.recovery.api import Child, Host, Message
+from everstep.recovery.api import Child, Host, Message, NodeHost
 from everstep.recovery.core.words import Roster
 from everstep.telemetry import say
 
@@ -51,6 +54,20 @@ class FaultCompanion:
         self._peers: dict[int, _Peers] = {}
         self._told_unfired = False
         self._refusal: str | None = None
+        self._others: list[str] = []
+
+    def on_nodes(self, nodes: Mapping[str, str]) -> None:
+        """See `NodeCompanion.on_nodes`."""
+        self._others = [node for node in nodes if node != self._among_nodes.node]
+
+    def on_node_message(self, node: str, message: Message) -> None:
+        """See `NodeCompanion.on_node_message`: a fault is let go on `node`."""
+        index = int(message["index"])
+        self._fired[index] = float(message["wall_s"])
+        fault = self._find(index)
+        if fault is not None:
+            self._save_fired(fault)
+        self._let_on(index)
 
     def start(self, host: Host) -> None:
         """Take up the run folder's plan, or make one where all of it is known already."""
@@ -85,6 +102,11 @@ class FaultCompanion:
             self._save_copy(self._request.save_to, plan)
         self._plan = plan
         self._show(codec.table(plan))
+
+    @property
+    def _among_nodes(self) -> NodeHost:
+        host: NodeHost = self._host  # type: ignore[assignment]  # on_nodes comes from one
+        return host
 
     def _save_copy(self, path: Path, plan: Plan) -> None:
         try:
@@ -174,21 +196,34 @@ class FaultCompanion:
                 fault=fault.index, type=fault.type, step=fault.step, injured_rank=rank, position=message["position"]
             )
         )
+        fired = {"kind": "fault.fired", "index": fault.index, "wall_s": self._fired[fault.index]}
+        for node in self._others:
+            self._among_nodes.tell(node, fired)
         self._answer(rank, message["call"], "go")
-        self._peers.setdefault(fault.index, _Peers()).due_s = self._host.clock.now() + RELEASE_S
+        self._let_on(fault.index)
+
+    def _let_on(self, index: int) -> None:
+        """Ranks that wait for this fault go on a moment later."""
+        self._peers.setdefault(index, _Peers()).due_s = self._host.clock.now() + RELEASE_S
         self._host.later(RELEASE_S)
 
     def _record(self, fault: PlannedFault) -> bool:
-        assert self._plan is not None
-        fired = {**self._fired, fault.index: self._host.clock.wall()}
-        try:
-            self._write(self._path, codec.dumps(self._plan, fired))
-        except OSError as error:
-            text = f"fault {fault.index} is not injected: {self._path} cannot be written ({error.strerror})"
+        self._fired[fault.index] = self._host.clock.wall()
+        why = self._save_fired(fault)
+        if why:
+            del self._fired[fault.index]
+            text = f"fault {fault.index} is not injected: {self._path} cannot be written ({why})"
             self._host.emit(Notice(text=text, level="error"))
-            return False
-        self._fired = fired
-        return True
+        return not why
+
+    def _save_fired(self, fault: PlannedFault) -> str:
+        """Write down what has been let go; return why that cannot be, or nothing."""
+        assert self._plan is not None, f"{fault} is of a plan"
+        try:
+            self._write(self._path, codec.dumps(self._plan, self._fired))
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
     def _on_await(self, rank: int, message: Message) -> None:
         index = message["index"]

@@ -5,10 +5,11 @@ rank 0 ─▶ progress.step {step, seconds, values}     a few times a second
 all    ─▶ progress.new {step, at_s}                 the first new step after a fault was done at that monotonic time
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from everstep.goodput.progress import Progress
-from everstep.recovery.api import Child, Host, Message
+from everstep.recovery.api import Child, Host, Message, NodeHost
 from everstep.recovery.core.words import Roster
 
 
@@ -22,7 +23,7 @@ class ProgressCompanion:
 
     def start(self, host: Host) -> None:
         """See `Companion.start`."""
-        self._clock = host.clock
+        self._clock, self._host = host.clock, host
 
     def on_message(self, rank: int, message: Message, fds: Sequence[int]) -> None:
         """See `Companion.on_message`."""
@@ -49,6 +50,10 @@ class ProgressCompanion:
 
     def on_roster(self, roster: Roster) -> Mapping[int, Message]:
         """See `Companion.on_roster`: each rank shall say when it has done the first new step."""
+        nodes = Counter(member.node for member in roster.members)
+        if len(nodes) > 1:  # the ranks of this node alone are heard here
+            host: NodeHost = self._host  # type: ignore[assignment]  # there are several
+            self._display.heard_of = nodes[host.node]
         new = self._display.awaited
         return {} if new is None else {member.rank: {"new": new} for member in roster.members}
 

@@ -119,6 +119,7 @@ class Progress:
         self._advised = self._closed = False
         self._ends: dict[int, int] = {}
         self._world = 0
+        self.heard_of: int | None = None  # of so many ranks; None: of all
         self._wrapped = True
         self._shown = float("-inf")
         self._code: int | None = None
@@ -181,7 +182,7 @@ class Progress:
         if awaited is None or step < awaited or any(fault.answer is None for fault in self._faults):
             return
         self._came[rank] = at_s
-        if len(self._came) == self._world:
+        if len(self._came) == (self.heard_of or self._world):
             last = max(self._came.values())
             for fault in self._faults:
                 self.say(_told(fault, f"first new step {last - fault.at:.2f} s after the fault"))

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.errors import ConfigurationError, UsageError
+from everstep.launcher.nodes.core.endpoint import Endpoint, endpoint_of
+from everstep.launcher.nodes.core.register import WIRE, node_name
 from everstep.recovery.core.words import Policy
 
 _MOST_FILES_READ = 200
@@ -32,6 +34,9 @@ class LaunchConfig:
     module: bool = False
     no_python: bool = False
     nproc: int = 1
+    nnodes: int = 1
+    endpoint: Endpoint | None = None  # where the agents of several nodes meet
+    local_addr: str | None = None
     spares: int = 1
     max_restarts: int | None = None
     min_world_size: int | None = None
@@ -68,9 +73,10 @@ class LaunchConfig:
 
     def _check_shrinking(self) -> None:
         least, limit = self.min_world_size, self.replacement_timeout_s
-        if least is not None and not 1 <= least <= self.nproc:
+        if least is not None and not 1 <= least <= self.world_size:
+            made = "--nproc-per-node" if self.nnodes == 1 else "--nnodes times --nproc-per-node"
             raise UsageError(
-                f"--min-world-size {least}: give 1 to {self.nproc} (--nproc-per-node), or leave it out for a world "
+                f"--min-world-size {least}: give 1 to {self.world_size} ({made}), or leave it out for a world "
                 "that keeps its size."
             )
         if limit is not None and not 0 <= limit < float("inf"):
@@ -83,16 +89,42 @@ class LaunchConfig:
             )
 
     @property
+    def world_size(self) -> int:
+        """How many ranks the job starts with, on all nodes."""
+        return self.nnodes * self.nproc
+
+    @property
+    def store_place(self) -> tuple[str, int]:
+        """Where this node's store listens: on one node at the port that was asked for, else at the end point's side."""
+        if self.nnodes == 1:
+            return "127.0.0.1", self.master_port or 0
+        return self.local_addr or "127.0.0.1", 0
+
+    def terms(self, version: str) -> dict[str, Any]:
+        """What all nodes of one job have in common."""
+        return {
+            "version": version, "wire": WIRE, "job": self.run_id, "nnodes": self.nnodes, "nproc": self.nproc,
+            "wrapped": self.wrapped, "least": self.min_world_size, "restarts": self.max_restarts,
+        }  # fmt: skip
+
+    @property
     def policy(self) -> Policy:
         """What the world machine is to know of it."""
         limit = self.replacement_timeout_s
         if limit is None and self.min_world_size is not None:
             limit = REPLACEMENT_S
         known = Policy(
-            world_size=self.nproc, max_restarts=self.max_restarts, deaf=not self.wrapped,
+            world_size=self.world_size, local_world_size=self.nproc, shares=self._shares,
+            max_restarts=self.max_restarts, deaf=not self.wrapped,
             min_world_size=self.min_world_size, replace_deadline_s=limit,
         )  # fmt: skip
         return replace(known, start_deadline_s=max(known.start_deadline_s, limit or 0.0))
+
+    @property
+    def _shares(self) -> tuple[tuple[str, int], ...]:
+        if self.nnodes == 1:
+            return ()
+        return tuple((node_name(number, self.nnodes), self.nproc) for number in range(self.nnodes))
 
     def _check_times(self) -> None:
         soft, hard = self.soft_timeout_s, self.hard_timeout_s
@@ -133,6 +165,9 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         module=module,
         no_python=no_python,
         nproc=int(flags["nproc"]),
+        nnodes=int(flags["nodes"]),
+        endpoint=endpoint_of(flags) if flags["nodes"] > 1 else None,
+        local_addr=flags.get("local_addr"),
         spares=(1 if wrapped else 0) if spares is None else spares,
         max_restarts=flags["max_restarts"],
         min_world_size=flags.get("min_world_size"),

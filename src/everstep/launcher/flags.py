@@ -37,8 +37,9 @@ def build(extensions: Sequence[str]) -> argparse.ArgumentParser:
     parser.prog = "everstep run"
     parser.allow_abbrev = False
     parser.description = "Start one worker a rank, keep spares warm, and keep the job stepping through faults."
-    # Not torch's own defaults: 3 and 0 restarts, and up to 2.12 the port 29500, which only one job of a node can have.
-    given = {name: os.environ.get(f"PET_{name.upper()}") for name in ("max_restarts", "master_port")}  # noqa: TID251 - torch's own convention
+    # Not torch's own defaults: 3 and 0 restarts, and up to 2.12 the port 29500, which only one job of a node can have;
+    # node rank 0, which a node that was given none must not take for its own.
+    given = {name: os.environ.get(f"PET_{name.upper()}") for name in ("max_restarts", "master_port", "node_rank")}  # noqa: TID251 - torch's own convention
     parser.set_defaults(**given)
     _explain(parser)
     group = parser.add_argument_group("everstep")
@@ -117,8 +118,11 @@ def parse(argv: Sequence[str], extensions: Sequence[str] = ()) -> dict[str, Any]
         given["nproc"] = determine_local_world_size(given["nproc_per_node"])
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"{error}. Write for example --nnodes 1 --nproc-per-node 2.") from None
-    if (low, high) != (1, 1):
-        raise UsageError(f"--nnodes {given['nnodes']}: everstep run starts one node for now; use torchrun for several.")
+    if low != high:
+        raise UsageError(
+            f"--nnodes {given['nnodes']}: everstep run starts a fixed number of nodes; write --nnodes {high}."
+        )
+    given["nodes"] = 1 if given["standalone"] else high
     if given["max_restarts"] is not None:
         given["max_restarts"] = _whole("--max-restarts", given["max_restarts"])
     return {name: value for name, value in given.items() if _plain(value)}

@@ -6,7 +6,7 @@ import fcntl
 import os
 import signal
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from everstep.launcher.agent.agent import Agent
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.zygotes import Refused
 from everstep.launcher.config import LaunchConfig, from_flags, writable
+from everstep.launcher.nodes.core.endpoint import Endpoint
+from everstep.launcher.nodes.joining import Meeting
+from everstep.launcher.nodes.membership import Membership
 from everstep.launcher.preload import top_level_imports
 from everstep.process.loop import Loop
 from everstep.recovery.api import Companion
@@ -38,15 +41,15 @@ class Riders:
 MakeRiders = Callable[[LaunchConfig], Riders]
 
 
-def main(argv: Sequence[str], extensions: Sequence[str], riders: MakeRiders) -> int:
-    """Run a job on this node to its end; return the exit code of the process."""
+def main(argv: Sequence[str], extensions: Sequence[str], riders: MakeRiders, version: str) -> int:
+    """Run a job on this node to its end; return the exit code of the process. Its nodes must have one `version`."""
     job = os.urandom(6).hex()
     telemetry = Telemetry("agent")
     loop = Loop(SYSTEM)
     nursery = Nursery(loop, telemetry, job)
     try:
         _stand_somewhere()
-        return _run(argv, extensions, riders, job, telemetry, loop, nursery)
+        return _run(argv, extensions, riders, version, job, telemetry, loop, nursery)
     except Refused as refused:
         if refused.args[0]:
             say(refused.args[0])
@@ -73,6 +76,7 @@ def _run(
     argv: Sequence[str],
     extensions: Sequence[str],
     riders: MakeRiders,
+    version: str,
     job: str,
     telemetry: Telemetry,
     loop: Loop,
@@ -82,7 +86,10 @@ def _run(
     flags = nursery.zygotes.ask({"argv": list(argv), "extensions": list(extensions)}, "zygote.flags")["flags"]
     config = from_flags(flags)
     riding = riders(config)  # what is refused leaves no folder behind
-    run_dir = run_folder(flags.get("run_dir"))
+    line: Membership | None = None
+    if config.endpoint is not None:
+        line, config = _meet(config, config.endpoint, version, loop, nursery)
+    run_dir = run_folder(flags.get("run_dir"), line.name if line is not None and line.number else "")
     with _held(run_dir):
         here = Job.of(config)
         other = here.check(run_dir)
@@ -96,7 +103,7 @@ def _run(
         for text in nursery.notices:
             nursery.notice(text)
         started = RunStarted(
-            job=job, argv=tuple(argv), world_size=config.nproc, spares=config.spares, wrapped=config.wrapped,
+            job=job, argv=tuple(argv), world_size=config.world_size, spares=config.spares, wrapped=config.wrapped,
             script=here.script, arguments=here.arguments,
         )  # fmt: skip
         telemetry.emit(started)
@@ -107,8 +114,27 @@ def _run(
             telemetry.emit(Notice(text=text))
         preload = [*config.preload] or ([] if flags.get("preload") == "none" else top_level_imports(config))
         nursery.zygotes.ask({"preload": preload}, "zygote.ready")
-        agent = Agent(config, loop, nursery, telemetry, run_dir, riding.companions)
+        agent = Agent(config, loop, nursery, telemetry, run_dir, riding.companions, line)
         return agent.run()
+
+
+def _meet(
+    config: LaunchConfig, endpoint: Endpoint, version: str, loop: Loop, nursery: Nursery
+) -> tuple[Membership, LaunchConfig]:
+    """Come together with the agents of the other nodes; nothing of the job exists before all are here."""
+    meeting = Meeting(loop, endpoint, nursery.reap)
+    limits = {
+        "soft_s": config.soft_timeout_s, "hard_s": config.hard_timeout_s, "first_s": config.first_timeout_s,
+        "automatic": False,
+    }  # fmt: skip
+    joined = meeting.join(config.terms(version), limits, config.local_addr)
+    if meeting.hub_pid:
+        nursery.spared.add(meeting.hub_pid)
+    nursery.home = f"{nursery.home}/{joined.name}"  # machines with one boot id (containers) may number alike
+    others = ", ".join(f"{name} at {address}" for name, address in joined.present.items())
+    say(f"this is {joined.name}; the job runs on {others}")
+    line = Membership(loop, joined, meeting.linger)
+    return line, replace(config, local_addr=joined.present[joined.name])
 
 
 def _stand_somewhere() -> None:
@@ -121,13 +147,16 @@ def _stand_somewhere() -> None:
         ) from None
 
 
-def run_folder(given: str | None) -> Path:
-    """Return the folder of this run: the flag, else EVERSTEP_RUN_DIR, else a new one under ./everstep-runs."""
+def run_folder(given: str | None, node: str = "") -> Path:
+    """Return the folder of this run: the flag, else EVERSTEP_RUN_DIR, else a new one under ./everstep-runs.
+
+    `node`: where there are several, all but the first have a folder of this name in it, lest they share one.
+    """
     chosen = given or environ.get("EVERSTEP_RUN_DIR")
     if chosen is None:
         stamp = datetime.fromtimestamp(SYSTEM.wall(), UTC).strftime("%Y%m%d-%H%M%S")
         chosen = f"everstep-runs/{stamp}-{os.urandom(2).hex()}"
-    return writable(Path(chosen).absolute())
+    return writable(Path(chosen).absolute() / node)
 
 
 @contextlib.contextmanager

@@ -152,3 +152,19 @@ class NodeCompanion(Companion, Protocol):
     def on_node_message(self, node: str, message: Message) -> None:
         """The companion of our prefix on `node` tells this. It comes over a network: it may be anything."""
         ...
+
+
+class TellingCompanion(NodeCompanion, Protocol):
+    """A companion whose answer in `on_roster` depends on what each node keeps.
+
+    Where there are several nodes, what one of them tells all hear, in the same order, their own words too, before the
+    roster that follows: so all answer alike. A node that is lost has told nothing. On one node neither is called.
+    """
+
+    def telling(self) -> Message:
+        """No rank of this node is in an earlier generation any more: return what all must know of what is kept here."""
+        ...
+
+    def told(self, node: str, message: Message) -> None:
+        """The companion of our prefix on `node` tells this. It comes over a network: it may be anything."""
+        ...

@@ -57,7 +57,8 @@ class Ours:
         with self._cleaning.meeting.entered(assignment):
             self._cleaning.meeting.init_process_group(self._backend)
             parts.open_setup()
-            yield Run(parts, rank=rank, world_size=world, local_rank=rank, generation=assignment.generation)
+            local = assignment.rank if assignment.local is None else assignment.local[0]
+            yield Run(parts, rank=rank, world_size=world, local_rank=local, generation=assignment.generation)
             self._snapshotter.settle()  # whole before this rank says that it has completed
 
     def begin(self) -> None:
@@ -98,7 +99,9 @@ class MemberParts:
     ) -> None:
         self._session, self._interrupter, self._assignment, self._calls = session, interrupter, assignment, calls
         self.rank = assignment.rank
-        self.device: torch.device = device_of(backend, assignment.rank)
+        self.device: torch.device = device_of(
+            backend, assignment.rank if assignment.local is None else assignment.local[0]
+        )
         self.clock: Clock = session.clock
         self.keeper = keeper
         self.phase = Phase.FIRST

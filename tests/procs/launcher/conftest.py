@@ -41,8 +41,9 @@ class Ended:
     def of(self, what: str) -> list[dict]:
         return [n for n in self.notes if n["what"] == what]
 
-    def events(self, kind: str) -> list[dict]:
-        return [e for e in agent_events(self.run_dir) if e["event"] == kind]
+    def events(self, kind: str, node: str = "") -> list[dict]:
+        """Of an agent; where there are several, all but the first write in a folder of their own."""
+        return [e for e in agent_events(self.run_dir / node) if e["event"] == kind]
 
 
 def agent_events(run_dir: Path) -> list[dict]:

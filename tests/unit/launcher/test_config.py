@@ -3,7 +3,7 @@
 import pytest
 
 from everstep.errors import ConfigurationError, UsageError
-from everstep.launcher.agent.worker import environment_of, plan_logs, stream_of
+from everstep.launcher.agent.worker import Standing, environment_of, plan_logs, stream_of
 from everstep.launcher.config import LaunchConfig, from_flags, mentions_everstep, writable
 from everstep.launcher.preload import top_level_imports
 
@@ -12,6 +12,7 @@ FLAGS = {
     "no_python": False,
     "training_script_args": [],
     "nproc": 2,
+    "nodes": 1,
     "max_restarts": None,
     "grace": 15.0,
     "role": "default",
@@ -114,7 +115,7 @@ def test_no_log_of_an_earlier_start_is_written_into(tmp_path):
 
 def test_a_rank_sees_what_torchrun_would_set(tmp_path):
     config = LaunchConfig(script="x.py", nproc=4, max_restarts=3)
-    got = environment_of({"HOME": "/x"}, config, 2, 4, 1, ("127.0.0.1", 1234), "e.json")
+    got = environment_of({"HOME": "/x"}, config, Standing(2, 4, 2, 4), 1, ("127.0.0.1", 1234), "e.json")
     assert (got["RANK"], got["LOCAL_RANK"], got["WORLD_SIZE"], got["LOCAL_WORLD_SIZE"]) == ("2", "2", "4", "4")
     assert (got["MASTER_ADDR"], got["MASTER_PORT"], got["TORCHELASTIC_RESTART_COUNT"]) == ("127.0.0.1", "1234", "1")
     assert (got["OMP_NUM_THREADS"], got["TORCHELASTIC_MAX_RESTARTS"], got["HOME"]) == ("1", "3", "/x")
@@ -126,15 +127,37 @@ def test_torch_s_own_watchdogs_are_off_in_a_wrapped_job_and_a_user_s_own_values_
     names.append("TORCH_NCCL_DUMP_ON_TIMEOUT")
     for wrapped, base, expected in ((True, {}, "0"), (False, {}, "1"), (True, dict.fromkeys(names, "1"), "1")):
         config = LaunchConfig(script="x.py", wrapped=wrapped)
-        got = environment_of(base, config, 0, 1, 0, ("127.0.0.1", 1234), "e.json")
+        got = environment_of(base, config, Standing(0, 1, 0, 1), 0, ("127.0.0.1", 1234), "e.json")
         assert [got[name] for name in names] == [expected] * 4
+
+
+def test_a_rank_of_several_nodes_sees_its_place_on_its_own():
+    got = environment_of(
+        {}, LaunchConfig(script="x.py", nproc=2, nnodes=3), Standing(5, 6, 1, 2, 2, 3), 0, ("n", 1), "e"
+    )
+    assert (got["RANK"], got["WORLD_SIZE"], got["LOCAL_RANK"], got["LOCAL_WORLD_SIZE"]) == ("5", "6", "1", "2")
+    assert (got["GROUP_RANK"], got["GROUP_WORLD_SIZE"], got["ROLE_RANK"], got["ROLE_WORLD_SIZE"]) == (
+        "2",
+        "3",
+        "5",
+        "6",
+    )
+
+
+def test_a_job_of_several_nodes_knows_how_many_ranks_each_starts_with():
+    policy = LaunchConfig(script="x.py", nproc=2, nnodes=3, min_world_size=5).policy
+    assert (policy.world_size, policy.local_world_size) == (6, 2)
+    assert policy.shares == (("node-0", 2), ("node-1", 2), ("node-2", 2))
+    assert LaunchConfig(script="x.py", nproc=2).policy.shares == ()
 
 
 def test_restarts_without_a_number_are_not_told_as_none(tmp_path):
     """A script that asks whether this is the last attempt must not be told so at the first."""
-    got = environment_of({}, LaunchConfig(script="x.py"), 0, 1, 7, ("127.0.0.1", 1234), "e.json")
+    got = environment_of({}, LaunchConfig(script="x.py"), Standing(0, 1, 0, 1), 7, ("127.0.0.1", 1234), "e.json")
     assert int(got["TORCHELASTIC_RESTART_COUNT"]) < int(got["TORCHELASTIC_MAX_RESTARTS"])
-    got = environment_of({}, LaunchConfig(script="x.py", max_restarts=0), 0, 1, 0, ("127.0.0.1", 1234), "e.json")
+    got = environment_of(
+        {}, LaunchConfig(script="x.py", max_restarts=0), Standing(0, 1, 0, 1), 0, ("127.0.0.1", 1234), "e.json"
+    )
     assert got["TORCHELASTIC_MAX_RESTARTS"] == "0"
 
 

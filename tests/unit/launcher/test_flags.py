@@ -22,7 +22,10 @@ def script(tmp_path):
         (("--no-such-flag",), "unrecognized"),
         (("--nproc-per-node", "0"), "at least one rank"),
         (("--nproc-per-node", "many"), "many"),
-        (("--nnodes", "2"), "one node"),
+        (("--nnodes", "2"), "needs --node-rank"),
+        (("--nnodes", "1:2"), "a fixed number of nodes"),
+        (("--nnodes", "2", "--rdzv-backend", "c10d"), "needs --rdzv-endpoint"),
+        (("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "host:none"), "HOST:PORT"),
         (("--nnodes", "x"), "x"),
         (("--max-restarts", "few"), "few"),
         (("--spares", "-1"), "0 or more"),
@@ -62,6 +65,26 @@ def test_a_port_is_what_was_given_and_else_any_free_one(script, monkeypatch):
     assert from_flags(flags.parse(["--master-port", "7", script], EXTENSIONS)).master_port == 7
     monkeypatch.setenv("PET_MASTER_PORT", "8")
     assert from_flags(flags.parse([script], EXTENSIONS)).master_port == 8
+
+
+def test_a_node_that_was_given_no_rank_takes_none_for_its_own(script, monkeypatch):
+    monkeypatch.delenv("PET_NODE_RANK", raising=False)
+    two = ["--nnodes", "2:2", "--nproc-per-node", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "n0:77"]
+    config = from_flags(flags.parse([*two, script], EXTENSIONS))
+    assert (config.nnodes, config.world_size) == (2, 6)
+    assert config.endpoint is not None
+    assert (config.endpoint.host, config.endpoint.port, config.endpoint.node_rank) == ("n0", 77, None)
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    config = from_flags(flags.parse([*two, script], EXTENSIONS))
+    assert config.endpoint is not None
+    assert config.endpoint.node_rank == 1
+
+
+def test_one_node_meets_nobody_whatever_else_is_given(script):
+    assert from_flags(flags.parse(["--standalone", "--nnodes", "4", script], EXTENSIONS)).endpoint is None
+    assert (
+        from_flags(flags.parse(["--rdzv-endpoint", "n0:77", "--rdzv-backend", "c10d", script], EXTENSIONS)).nnodes == 1
+    )
 
 
 def test_the_help_says_what_restarts_mean_here():

@@ -7,7 +7,7 @@ Rule 3: features ride along as companions, known by their prefix alone.
 
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from everstep.launcher.agent.frozen import EXIT_S, Unwatched
 from everstep.launcher.agent.hearing import Hearing
 from everstep.launcher.agent.host import AgentHost
 from everstep.launcher.agent.nursery import Nursery
+from everstep.launcher.agent.single import Single
 from everstep.launcher.agent.stores import Stores
+from everstep.launcher.agent.together import Together
 from everstep.launcher.agent.watch import INTERVAL_S, Watch
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.core import limits
 from everstep.launcher.nodes.api import Nodes
-from everstep.launcher.nodes.single import Single
+from everstep.launcher.nodes.membership import Membership
 from everstep.process.loop import Loop
 from everstep.recovery.api import Companion
 from everstep.recovery.core import policy, words, world
@@ -51,11 +53,13 @@ class Agent:
         telemetry: Telemetry,
         run_dir: Path,
         companions: Sequence[Companion],
+        line: Membership | None = None,
     ) -> None:
+        """`line`: to the agents of the other nodes; None where there are none."""
         self.config, self.loop, self.nursery, self.telemetry = config, loop, nursery, telemetry
         self.run_dir = run_dir
         self.clock: Clock = loop.clock
-        self.nodes: Nodes = Single(loop, self)
+        self.nodes: Nodes = Single(self) if line is None else Together(self, line)
         log_root = Path(config.log_dir) if config.log_dir else run_dir / "logs"
         self.hearing = Hearing(self)
         self.crew = Crew(config, nursery, log_root, self.hearing.heard, self._gone, self.clock)
@@ -66,10 +70,9 @@ class Agent:
         self.unwatched = Unwatched(config.hard_timeout_s or EXIT_S)
         self.roster: words.Roster | None = None
         self.ending: Ending | None = None
-        self.stores = Stores(loop, nursery, config.master_port or 0, self._store_ready, self._store_failed)
-        self._storeless = False
+        self.stores = Stores(loop, nursery, config.store_place, self.nodes.store_changed, self.nodes.store_failed)
         self._lost_spares = 0
-        self._publishing: words.Roster | None = None  # waits for a store
+        self.crew.group = (self.nodes.number, self.nodes.count)
         self._draining: int | None = None
         self._probed_s = 0.0  # when those that have completed were asked whether they hear
         self._due: float | None = None
@@ -79,11 +82,11 @@ class Agent:
             words.Stop: self._stop,
             words.Kill: self._kill,
             words.Report: lambda command: self._report(command.fault),
-            words.Publish: lambda command: self._publish(command.roster),
+            words.Publish: lambda command: self.nodes.publish(command.roster),
             words.Enter: lambda command: self._enter(command.roster),
             words.Drain: self._drain,
             words.Finish: lambda command: self._finish(command.generation),
-            words.End: self._end,
+            words.End: self.end,
         }
 
     # -- the world -----------------------------------------------------------------------------------------------
@@ -98,15 +101,12 @@ class Agent:
                 self.world, commands = world.step(self.world, self._inbox[0], self.clock.now())
                 for command in commands:
                     self._orders[type(command)](command)
+                self.nodes.follow()
             self._inbox.popleft()
         due = world.wake_at(self.world)
         if due is not None and self.ending is None and due != self._due:
             self._due = due
             self.loop.later(max(0.0, due - self.clock.now()) + 0.001, lambda: self.tell(words.Ticked()))
-
-    def from_node(self, node: str, prefix: str, message: Mapping[str, Any]) -> None:
-        """A companion on another node speaks to its like here."""
-        self.host.node_message(node, prefix, message)
 
     def run(self) -> int:
         """Serve until everything has ended; return the exit code."""
@@ -115,13 +115,13 @@ class Agent:
         try:
             self.host.start()
             self.host.nodes(self.nodes.present)
-            self.stores.start()
+            self.nodes.begin()
             self.tell(words.Ticked())
             self.crew.keep_warm(self.config.nproc + self.config.spares)
             self._tick()
             self.loop.run()
         except EverstepError as error:
-            self._end(words.End(int(error.exit_code), str(error)))
+            self.end(words.End(int(error.exit_code), str(error)))
             self.loop.run()
         return self._close()
 
@@ -132,32 +132,23 @@ class Agent:
             self.nursery.patrol({w.process.pid for w in self.crew if w.begun})
             self._look(now)
             for worker, text in self.unwatched.look(self.world.phase, self.crew, now):
-                self.tell(words.Wedged(worker.incarnation, text, self.crew.step()))
+                self.nodes.say(words.Wedged(worker.incarnation, text, self.crew.step()))
+        self.nodes.look(now)
         self.host.tick(now)
         self.crew.show()
         self.loop.later(INTERVAL_S, self._tick)
 
     def _look(self, now: float) -> None:
-        if self.world.phase is not world.Phase.RUNNING or not self.config.wrapped:
-            return
-        if self.examiner.busy:
-            return
-        watched = {r: w for r, w in self.crew.ranks.items() if not w.done and w.last is None}
-        verdicts = self.watch.look(watched, now)
-        for event in self.watch.news():
-            self.telemetry.emit(event)
-        for rank, worker in watched.items():
-            (self.examiner.near if rank in self.watch.near else self.examiner.far)(worker)
-        for verdict in verdicts:
-            self.examiner.conclude(watched[verdict.rank], verdict, self._condemned)
+        if self.world.phase is world.Phase.RUNNING and self.config.wrapped and not self.examiner.busy:
+            self.nodes.judge(now)
 
-    def _condemned(self, worker: Worker, verdict: limits.Verdict, evidence: str) -> None:
+    def condemned(self, worker: Worker, verdict: limits.Verdict, evidence: str) -> None:
         """A rank hangs, and this is where it stands."""
         if self.ending is not None or worker.last is not None:  # meanwhile it has died, which says more
             return
         text = f"{verdict.reason}\n{evidence}".rstrip()
         if verdict.action == "kill" or not worker.attached:  # no function is on its stack that could be left
-            self.tell(words.Wedged(worker.incarnation, text, self.crew.step()))
+            self.nodes.say(words.Wedged(worker.incarnation, text, self.crew.step()))
         else:
             self.fault(worker, "stall", "page", text)
 
@@ -178,15 +169,15 @@ class Agent:
             generation=generation, kind=kind, noticed_by=noticed_by, incarnation=worker.incarnation, rank=worker.rank,
             step=self.crew.step(), text=text, victim=victim,
         )  # fmt: skip
-        self.tell(words.Faulted(fault))
+        self.nodes.say(words.Faulted(fault))
 
     def _gone(self, worker: Worker, status: int) -> None:
         if worker.begun and not worker.attached and status == 0 and self.roster is not None:
             worker.done = True
             self._flag_early_exit(worker)
-            self.tell(words.Completed(self.roster.generation, worker.incarnation))
+            self.nodes.say(words.Completed(self.roster.generation, worker.incarnation))
         unasked = worker.process.unasked and status != 0 and not worker.raised
-        self.tell(self.world.death_of(worker.incarnation, status, self.crew.step(), unasked=unasked))
+        self.nodes.say(self.world.death_of(worker.incarnation, status, self.crew.step(), unasked=unasked))
         if self.ending is not None:
             self.ending.look()
         elif not worker.begun and self.world.phase is world.Phase.RUNNING:
@@ -214,7 +205,7 @@ class Agent:
         elif self.world.wanting:
             text = f"{count} fresh processes are wanted, and this node cannot start any: {self.nursery.barren_for}"
             story = f" Before it, {policy.told(self.world.causes[-1:])}." if self.world.causes else ""
-            self._end(words.End(int(ExitCode.BAD_NODE), text + story))
+            self.end(words.End(int(ExitCode.BAD_NODE), text + story))
         else:  # the others go on: nobody is awaited
             self.world = replace(self.world, policy=replace(self.world.policy, replace_deadline_s=0.0))
             self.tell(words.Ticked())
@@ -249,38 +240,26 @@ class Agent:
         worker = self.crew.ranks.get(fault.rank) if fault.rank is not None else None
         self.telemetry.emit(ledger.fault(fault, worker.look().mark_s if worker is not None else None))
 
-    def _publish(self, roster: words.Roster) -> None:
-        """A roster is known with the store its members meet on, and not before: until then deaths are still heard."""
-        if roster.members and self.roster is not None and not self.config.wrapped and self._publishing is None:
-            self.stores.renew()  # torch's own rendezvous wants a new store for every start (E12)
-        if roster.members and self.stores.address is None:
-            self._publishing = roster
-            if self._storeless:
-                self._storeless = False
-                self.stores.renew()
-            return
-        self._publishing = None
-        self.tell(words.Published(roster))
-
     def _enter(self, roster: words.Roster) -> None:
-        assert self.stores.address is not None, "no loop turns between a roster's publication and its entry"
+        store = self.nodes.store_of(roster)
         if self.roster is not None:
             self.host.stopped(self.roster.generation)
             self._end_daemons()
         self.roster = roster
-        self._tell_ranks(roster, self.stores.address)
+        self._tell_ranks(roster, store)
         self.stores.forget(roster.epoch, roster.generation)
+        self.nodes.entered()
         self._lost_spares = 0
         if not self.nursery.barren_for:
             self.crew.keep_warm(self.config.spares)
 
     def _tell_ranks(self, roster: words.Roster, store: tuple[str, int]) -> None:
-        newcomers = self.crew.seat(roster)
+        newcomers = self.crew.seat(roster, self.nodes.name)
         told = self.host.roster(roster)
         for rank, worker in self.crew.ranks.items():
             assigned = {
                 "generation": roster.generation, "epoch": roster.epoch, "rank": rank, "world_size": roster.world_size,
-                "local": [rank, roster.world_size], "store": list(store), "wrapped": self.config.wrapped,
+                "local": self.crew.local_of(rank), "store": list(store), "wrapped": self.config.wrapped,
                 "companions": told.get(rank, {}),
             }  # fmt: skip
             if rank in newcomers:
@@ -307,7 +286,7 @@ class Agent:
             return
         if all((w.heard_s or 0.0) >= self._probed_s for w in self._hearers()):
             generation, self._draining = self._draining, None
-            self.tell(words.Drained(generation))
+            self.nodes.drained(generation)
 
     def _drain(self, command: words.Drain) -> None:
         """All have completed. One that has died over it, or cannot hear, is found now: later nobody may take its place.
@@ -338,21 +317,7 @@ class Agent:
         for worker in self._hearers():
             if not worker.left:
                 text = f"its call has not returned {limit_s:g} s after all had completed"
-                self.tell(words.Wedged(worker.incarnation, text, self.crew.step()))
-
-    # -- store ---------------------------------------------------------------------------------------------------
-
-    def _store_ready(self) -> None:
-        if self._publishing is not None:
-            self._publish(self._publishing)
-
-    def _store_failed(self, code: int, text: str) -> None:
-        """No store: nothing to those who run; it is tried once more when a generation needs one."""
-        if self.roster is None or self._publishing is not None:
-            self._end(words.End(code, text))
-            return
-        self._storeless = True
-        self.notice(f"{text}; it is tried again at the next fault", "error")
+                self.nodes.say(words.Wedged(worker.incarnation, text, self.crew.step()))
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -364,18 +329,24 @@ class Agent:
         if self.ending is not None:
             self.ending.again(name)
             return
+        self.signalled(number)
+        self.nodes.say(words.EndRequested(ExitCode.SIGNALLED + number, f"ended by {name} from outside"))
+
+    def signalled(self, number: int) -> None:
+        """Pass a signal on to the workers."""
         for worker in self.crew:
             if worker.begun:
                 worker.process.signal(signal.SIGCONT)
                 worker.process.signal(number)
-        self.tell(words.EndRequested(ExitCode.SIGNALLED + number, f"ended by {name} from outside"))
 
-    def _end(self, command: words.End) -> None:
+    def end(self, command: words.End) -> None:
+        """The job is over: everybody here ends."""
         if self.ending is None:
             self.ending = Ending(
                 command, self.loop, self.nursery, self.crew, self.config.grace_s, self.notice,
                 lambda: self.host.drained(completed=False),
             )  # fmt: skip
+            self.nodes.ending(command)
             self.ending.begin()
             if command.code != 0:
                 self.telemetry.emit(Notice(text=command.reason, level="error", closing=True))
@@ -383,7 +354,7 @@ class Agent:
     def _close(self) -> int:
         assert self.ending is not None
         code, reason = self.ending.code, self.ending.reason
-        problems = self.host.problems()
+        problems = [*self.nodes.problems(), *self.host.problems()]
         if problems:  # most were told when they came: the last words are one line
             more = f" (and {len(problems) - 1} more, told before)" if len(problems) > 1 else ""
             text = problems[-1] + more
@@ -391,6 +362,7 @@ class Agent:
                 code, reason = int(ExitCode.FAILED), text
             self.telemetry.emit(Notice(text=text, level="error", closing=True))
         self.host.close()
+        self.nodes.close()
         self.telemetry.emit(RunEnded(code=code, reason=reason))
         return code
 

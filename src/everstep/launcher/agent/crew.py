@@ -12,6 +12,7 @@ from everstep.launcher.agent.process import Process
 from everstep.launcher.agent.tails import Tail, tails_of
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.config import LaunchConfig
+from everstep.launcher.nodes.core.places import places
 from everstep.process import mark
 from everstep.process.page import Page
 from everstep.recovery.core import words
@@ -43,7 +44,10 @@ class Crew:
         self._umask = os.umask(0)
         os.umask(self._umask)
         self.ranks: dict[int, Worker] = {}  # of the present roster; the dead stay until the next one
-        self.world_size = config.nproc  # of the present roster
+        self.world_size = config.world_size  # of the present roster
+        self._members = 0  # of it, those of this node
+        self._places: dict[words.Incarnation, int] = {}
+        self.group: tuple[int, int] = (0, 1)  # this node's number, and how many the job was started on
 
     def __iter__(self) -> Iterator[Worker]:
         """All that live or are being born."""
@@ -94,11 +98,13 @@ class Crew:
         worker = self._by_pid.get(incarnation.pid)
         return worker if worker is not None and worker.incarnation == incarnation else None
 
-    def seat(self, roster: words.Roster) -> set[int]:
+    def seat(self, roster: words.Roster, node: str) -> set[int]:
         """Give ranks to the members that live here; return the ranks whose holder has yet to begin the script."""
-        self.ranks, self.world_size = {}, roster.world_size
+        here = [member for member in roster.members if member.node == node]
+        self._places = places(here, self._places, smaller=roster.world_size < self.world_size)
+        self.ranks, self.world_size, self._members = {}, roster.world_size, len(here)
         newcomers: set[int] = set()
-        for member in roster.members:
+        for member in here:
             worker = self.who(member.incarnation)
             if worker is None:  # dead since; its death makes the next generation
                 continue
@@ -116,19 +122,33 @@ class Crew:
         worker.begun, worker.attempt = True, attempt
         if config.wrapped:  # from here to its first step it is watched: set-up has a limit of its own
             worker.page.enter(attempt, self._clock.now())
-        logs = worker.logs = self._plan_logs(attempt, worker.rank)
+        place = self._places[worker.incarnation]
+        logs = worker.logs = self._plan_logs(attempt, place)
         environment = workers.environment_of(
-            self._nursery.environment, config, worker.rank, self.world_size, attempt, store, logs.error_file
+            self._nursery.environment, config, self._standing(worker), attempt, store, logs.error_file
         ) | mark.words(self._nursery.job, worker.process.number)
         shown = (logs.stdout if logs.tee_stdout else "", logs.stderr if logs.tee_stderr else "")
-        self._tails += tails_of(config.role, worker.rank, *shown)
-        place = {"cwd": self._cwd, "umask": self._umask}
-        worker.process.send(workers.begin_message(config, worker, environment, assigned) | place)
+        self._tails += tails_of(config.role, place, *shown)
+        here = {"cwd": self._cwd, "umask": self._umask}
+        worker.process.send(workers.begin_message(config, worker, environment, assigned) | here)
 
-    def _plan_logs(self, attempt: int, rank: int) -> workers.Logs:
+    def local_of(self, rank: int) -> list[int]:
+        """Return the place of a rank of ours on this node, and how many places there are."""
+        return [self._places[self.ranks[rank].incarnation], self._local_size]
+
+    @property
+    def _local_size(self) -> int:
+        return max(self._members, max(self._places.values(), default=-1) + 1)
+
+    def _standing(self, worker: Worker) -> workers.Standing:
+        assert worker.rank is not None
+        place, (group, groups) = self._places[worker.incarnation], self.group
+        return workers.Standing(worker.rank, self.world_size, place, self._local_size, group, groups)
+
+    def _plan_logs(self, attempt: int, place: int) -> workers.Logs:
         """Choose a worker's log files; a disk that takes none costs the logs, never the worker (LA-25)."""
         try:
-            return workers.plan_logs(self._config, self._log_root, attempt, rank)
+            return workers.plan_logs(self._config, self._log_root, attempt, place)
         except OSError as error:
             if not self._logs_failed:
                 self._logs_failed = True
@@ -137,9 +157,9 @@ class Crew:
             return workers.Logs(self._log_root / "none")
 
     def step(self) -> int | None:
-        """The last step done on all ranks, by their pages; None before the first."""
+        """The last step done on all ranks of this node, by their pages; None before the first."""
         steps = [w.look().step for w in self.ranks.values() if w.attached]
-        return min(steps) if len(steps) == self.world_size and min(steps) > 0 else None
+        return min(steps) if steps and len(steps) == self._members and min(steps) > 0 else None
 
     def forget_births(self) -> None:
         """Whoever has not been born by now will not be."""

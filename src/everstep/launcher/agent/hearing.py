@@ -39,10 +39,6 @@ class Hearer(Protocol):
     world: World
     stores: Stores
 
-    def tell(self, event: words.Event) -> None:
-        """Hand one event to the world machine."""
-        ...
-
     def fault(
         self,
         worker: Worker,
@@ -88,7 +84,7 @@ class Hearing:
 
     def _on_hello(self, worker: Worker, message: Mapping[str, Any]) -> None:
         del message
-        self._agent.tell(words.Announced(worker.incarnation, worker.facts(self._agent.nodes.name, fresh=True)))
+        self._agent.nodes.say(words.Announced(worker.incarnation, worker.facts(self._agent.nodes.name, fresh=True)))
 
     def _on_left(self, worker: Worker, message: Mapping[str, Any]) -> None:
         """Its call is over, and it is on its way out; its death says the rest."""
@@ -136,11 +132,11 @@ class Hearing:
     def _on_arrived(self, worker: Worker, message: Mapping[str, Any]) -> None:
         worker.done = False
         facts = worker.facts(self._agent.nodes.name, fresh=False, dirt=tuple(message["dirt"]))
-        self._agent.tell(words.Arrived(message["generation"], worker.incarnation, facts))
+        self._agent.nodes.say(words.Arrived(message["generation"], worker.incarnation, facts))
 
     def _on_completed(self, worker: Worker, message: Mapping[str, Any]) -> None:
         worker.done = True
-        self._agent.tell(words.Completed(message["generation"], worker.incarnation))
+        self._agent.nodes.say(words.Completed(message["generation"], worker.incarnation))
 
     def _on_heard(self, worker: Worker, message: Mapping[str, Any]) -> None:
         """An answer to a probe: it hears us, and this is where it stands."""
@@ -151,17 +147,17 @@ class Hearing:
 
     def _on_replace(self, worker: Worker, message: Mapping[str, Any]) -> None:
         """The worker itself says that it is not fit to go on (a swallowed interrupt, a thread that will not end)."""
-        self._agent.tell(words.Wedged(worker.incarnation, str(message["text"]), self._agent.crew.step()))
+        self._agent.nodes.say(words.Wedged(worker.incarnation, str(message["text"]), self._agent.crew.step()))
 
     def _on_asked(self, worker: Worker, message: Mapping[str, Any]) -> None:
         """The wrapped function itself asked for the end."""
         text = f"rank {worker.rank}: {message['text']}, code {message['code']}"
-        self._agent.tell(words.EndRequested(int(ExitCode.FAILED), text))
+        self._agent.nodes.say(words.EndRequested(int(ExitCode.FAILED), text))
 
     def _on_refused(self, worker: Worker, message: Mapping[str, Any]) -> None:
         """What the script asked for cannot be done here; a restart would meet the same."""
         who = f"rank {worker.rank}: "
-        self._agent.tell(words.EndRequested(int(message["code"]), who + str(message["text"]).removeprefix(who)))
+        self._agent.nodes.say(words.EndRequested(int(message["code"]), who + str(message["text"]).removeprefix(who)))
 
     def _on_script_failed(self, worker: Worker, message: Mapping[str, Any]) -> None:
         """Its traceback stands on the console; a script that cannot even begin is not begun again."""

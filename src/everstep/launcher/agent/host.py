@@ -44,7 +44,7 @@ class AgentHost:
         self._closed = False
         self._holding: list[tuple[int, Message, list[int]]] | None = None
         self.clock: Clock = agent.loop.clock
-        self.world_size: int = agent.config.nproc  # of the present roster
+        self.world_size: int = agent.config.world_size  # of the present roster
         self.run_dir: str = str(agent.run_dir)
 
     # what companions call
@@ -135,6 +135,18 @@ class AgentHost:
         except (LookupError, TypeError, ValueError, AttributeError) as error:  # it comes over a network
             text = f"{node} said {message.get('kind')!r} in a form that is unknown here ({error!r}); it is not heard"
             self.emit(Notice(text=text, level="error"))
+
+    def telling(self) -> dict[str, Message]:
+        """Collect what all nodes must know before the next roster; see `recovery.api.TellingCompanion`."""
+        tells = ((prefix, getattr(c, "telling", None)) for prefix, c in self._companions.items())
+        return {prefix: tell() for prefix, tell in tells if tell is not None}
+
+    def told(self, node: str, message: Mapping[str, Message]) -> None:
+        """Hand out what a node, this one too, has told before the next roster."""
+        for prefix, told in message.items():
+            hear = getattr(self._companions.get(prefix), "told", None)
+            if hear is not None:
+                hear(node, told)
 
     def stopped(self, generation: int) -> None:
         """Nothing of `generation` writes any more."""

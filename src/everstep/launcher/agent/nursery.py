@@ -63,6 +63,8 @@ class Nursery:
         self.zygotes = Zygotes(loop, self, self.reap, os.getpid())
         self._stopped = Stopped(HELPER_LOOKS)
         self.barren_for = ""
+        self.home = boot_id()  # where the processes that are born here live
+        self.spared: set[int] = set()  # children of ours that are to outlive us
         self.on_barren: Callable[[str], None] = lambda _: None
 
     def start_zygote(self) -> None:
@@ -114,7 +116,7 @@ class Nursery:
 
     def started(self, pid: int) -> None:
         """See `Family.started`."""
-        event = ProcessStarted(name="zygote", child_pid=pid, incarnation=str(_identity(pid)))
+        event = ProcessStarted(name="zygote", child_pid=pid, incarnation=str(self._identity(pid)))
         if self.run_dir:
             self._telemetry.emit(event)
         else:
@@ -188,7 +190,7 @@ class Nursery:
 
     def _born(self, process: Process, pid: int) -> None:
         process.pid = pid
-        identity = _identity(pid)
+        identity = self._identity(pid)
         self.processes[pid] = process
         self._telemetry.emit(
             ProcessStarted(name=process.name, child_pid=pid, incarnation=str(identity), child_slot=process.slot)
@@ -242,6 +244,10 @@ class Nursery:
         for pid in self._stopped.look(pid for pid in (self.zygotes.pid, *self.processes) if pid not in watched):
             kernel.kill(pid)
 
+    def _identity(self, pid: int) -> Incarnation:
+        stat = kernel.status(pid)
+        return Incarnation(self.home, pid, stat.start if stat is not None else 0)
+
     # -- the end -------------------------------------------------------------------------------------------------
 
     def recall(self) -> None:
@@ -254,7 +260,8 @@ class Nursery:
 
     def strays(self) -> list[int]:
         """Adopted processes: children of ours that we did not order."""
-        found = [pid for pid in kernel.children() if pid not in self.processes and pid != self.zygotes.pid]
+        known = {self.zygotes.pid, *self.processes, *self.spared}
+        found = [pid for pid in kernel.children() if pid not in known]
         states = [(pid, kernel.status(pid)) for pid in found]
         return [pid for pid, stat in states if stat is not None and stat.state != "Z"]
 
@@ -296,8 +303,3 @@ class Nursery:
             if (not left and not self.zygotes.pid) or self._loop.clock.now() > until:
                 return left
             self._loop.clock.sleep(0.005)
-
-
-def _identity(pid: int) -> Incarnation:
-    stat = kernel.status(pid)
-    return Incarnation(boot_id(), pid, stat.start if stat is not None else 0)

@@ -22,13 +22,19 @@ _ADDRESS = re.compile(r"store ([^\s:]+:\d+)")
 
 
 class Stores:
-    """Holds the store's address; `ready` is called when there is one (again), `failed` when there will be none."""
+    """Holds the store's address; `changed` is called when there is one (again) or none, `failed` where none will be."""
 
     def __init__(
-        self, loop: Loop, nursery: Nursery, port: int, ready: Callable[[], None], failed: Callable[[int, str], None]
+        self,
+        loop: Loop,
+        nursery: Nursery,
+        place: tuple[str, int],
+        changed: Callable[[], None],
+        failed: Callable[[int, str], None],
     ) -> None:
-        self._loop, self._nursery, self._port = loop, nursery, port
-        self._ready, self._failed = ready, failed
+        """`place`: the address to listen on and the port, 0 for any free one."""
+        self._loop, self._nursery, self._place = loop, nursery, place
+        self._changed, self._failed = changed, failed
         self._process: Process | None = None
         self._false_starts = 0
         self.address: tuple[str, int] | None = None
@@ -36,13 +42,13 @@ class Stores:
     def start(self) -> None:
         """Have a store made."""
         self.address = None
-        order = {"role": "helper", "entry": ENTRY, "arguments": {"port": self._port, "host": "127.0.0.1"}}
+        order = {"role": "helper", "entry": ENTRY, "arguments": {"host": self._place[0], "port": self._place[1]}}
         process = self._process = self._nursery.order("store", order, self._said, self._gone)
         self._loop.later(START_S, lambda: self._too_late(process))
 
     def renew(self) -> None:
         """Have this one end: its end starts the next, on the same port where one was given. Without one, try again."""
-        self.address = None
+        self._lose()
         if self._process is None:
             self._false_starts = 0
             self.start()
@@ -66,9 +72,14 @@ class Stores:
         if named is not None and named[1] != f"{self.address[0]}:{self.address[1]}":
             return
         self._nursery.notice("the store does not serve; the next generation gets a new one")
-        self.address = None
+        self._lose()
         self._process.expected_end = True
         self._process.kill()
+
+    def _lose(self) -> None:
+        if self.address is not None:
+            self.address = None
+            self._changed()
 
     def _too_late(self, process: Process) -> None:
         """It has a process, and does not serve. Its birth is the nursery's care."""
@@ -82,7 +93,7 @@ class Stores:
         if message["kind"] == "store.ready":
             self.address = (str(message["host"]), int(str(message["port"])))
             self._false_starts = 0
-            self._ready()
+            self._changed()
         elif message["kind"] == "store.failed":
             self._process = None  # it is on its way out
             self._failed(int(ExitCode.CONFIGURATION), str(message["text"]))
@@ -91,7 +102,8 @@ class Stores:
         if process is not self._process:
             return
         self._process = None
-        served, self.address = self.address is not None, None
+        served = self.address is not None
+        self._lose()
         if self._nursery.barren_for:
             self._failed(int(ExitCode.BAD_NODE), f"no store can be started: {self._nursery.barren_for}")
             return

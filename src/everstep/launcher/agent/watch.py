@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from everstep.events import Event, LimitLearned, Notice
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.core import limits
+from everstep.launcher.core.learned import Lesson
 from everstep.launcher.core.memory import Glance, Memory
 from everstep.process import kernel
 from everstep.process.page import Phase
 
 INTERVAL_S = 0.2
+MOST_LESSONS = 1000
 _WORTH_TELLING = 1.25
 """A learned limit is told again when it has changed by this factor."""
 _TIGHT = 0.5
@@ -26,19 +28,15 @@ class Watch:
     near: frozenset[int] = frozenset()
     """The ranks that the last look found near their limits."""
     _news: list[Event] = field(default_factory=list[Event])
+    _lessons: list[Lesson] = field(default_factory=list[Lesson])
     _told_s: float = 0.0
     _warned_s: float = 0.0
     _places: dict[str, float] = field(default_factory=dict[str, float])
 
     def look(self, workers: Mapping[int, Worker], now: float) -> tuple[limits.Verdict, ...]:
         """One look at every rank of the running generation; returns whom to interrupt or kill. Asks by itself."""
-        self.memory = self.memory.look([_glance(rank, worker) for rank, worker in sorted(workers.items())], now)
-        for rank, track in self.memory.tracks.items():
-            if track.void:
-                workers[rank].probe_sent = workers[rank].heard_s = None
-        views = {view.rank: view for view in self.memory.views(now)}
+        views = {view.rank: view for view in self.observe(workers, now)}
         verdicts = limits.judge(tuple(views.values()), self.memory.learned, self.own)
-        self.near = frozenset(r for r, view in views.items() if limits.near(view, self.memory.learned, self.own))
         for verdict in verdicts:
             worker = workers[verdict.rank]
             if verdict.action != "probe":
@@ -48,6 +46,26 @@ class Watch:
                 worker.process.send({"kind": "world.probe"})
         self._tell()
         return tuple(verdict for verdict in verdicts if verdict.action != "probe")
+
+    def observe(self, workers: Mapping[int, Worker], now: float) -> tuple[limits.View, ...]:
+        """One look at the ranks of this node, without a judgement: where there are others, that is for all of them."""
+        self.memory = self.memory.look([_glance(rank, worker) for rank, worker in sorted(workers.items())], now)
+        for rank, track in self.memory.tracks.items():
+            if track.void:
+                workers[rank].probe_sent = workers[rank].heard_s = None
+        self._lessons = [*self._lessons[-MOST_LESSONS:], *self.memory.lessons]
+        views = self.memory.views(now)
+        self.near = frozenset(v.rank for v in views if limits.near(v, self.memory.learned, self.own))
+        return views
+
+    def generation_of(self, rank: int) -> int:
+        """Return the generation that a rank was last seen in."""
+        return self.memory.tracks[rank].seen.generation
+
+    def lessons(self) -> list[Lesson]:
+        """What looks have taught since this was last asked; nobody need ask where this node judges for itself."""
+        lessons, self._lessons = self._lessons, []
+        return lessons
 
     def news(self) -> tuple[Event, ...]:
         """What the ledger should know since this was last asked: limits, and what they were learned from."""

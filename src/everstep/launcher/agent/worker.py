@@ -144,27 +144,37 @@ def plan_logs(config: LaunchConfig, root: Path, attempt: int, local_rank: int) -
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a rank stands: in the world, on its node, and its node among the nodes."""
+
+    rank: int
+    world_size: int
+    local: int
+    local_size: int
+    group: int = 0
+    groups: int = 1
+
+
 def environment_of(
     base: Mapping[str, str],
     config: LaunchConfig,
-    rank: int,
-    world_size: int,
+    standing: Standing,
     restarts: int,
     store: tuple[str, int],
     error_file: str,
 ) -> dict[str, str]:
     """The variables that torchrun would set for this rank, over the agent's own."""
-    world = str(world_size)
     return dict(base) | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "ROLE_RANK": str(rank),
+        "RANK": str(standing.rank),
+        "LOCAL_RANK": str(standing.local),
+        "GROUP_RANK": str(standing.group),
+        "ROLE_RANK": str(standing.rank),
         "ROLE_NAME": config.role,
-        "LOCAL_WORLD_SIZE": world,
-        "WORLD_SIZE": world,
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": str(standing.local_size),
+        "WORLD_SIZE": str(standing.world_size),
+        "GROUP_WORLD_SIZE": str(standing.groups),
+        "ROLE_WORLD_SIZE": str(standing.world_size),
         "MASTER_ADDR": store[0],
         "MASTER_PORT": str(store[1]),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),

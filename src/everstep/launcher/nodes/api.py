@@ -1,10 +1,12 @@
-"""What an agent and its connection to the agents of other nodes ask of one another."""
+"""What an agent asks of its connection to the agents of all nodes, its own included."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from everstep.recovery.api import Message
 from everstep.recovery.core import words
+
+Address = tuple[str, int]
 
 
 class Nodes(Protocol):
@@ -12,8 +14,18 @@ class Nodes(Protocol):
 
     name: str
     """Of this node, as `Member.node` has it."""
-    present: Mapping[str, str]
-    """The address by which others reach it, of each node that is here, in the order of the nodes."""
+    number: int
+    """Of this node, counted from 0; with `count`, how many the job was started on."""
+    count: int
+
+    @property
+    def present(self) -> Mapping[str, str]:
+        """The address by which others reach it, of each node that is here, in the order of the nodes."""
+        ...
+
+    def begin(self) -> None:
+        """Companions have been started: serve from here on."""
+        ...
 
     def say(self, event: words.Event) -> None:
         """Say a fact to all agents. It counts, here too, when it comes back in the one order of all facts."""
@@ -23,14 +35,50 @@ class Nodes(Protocol):
         """Tell the companion `prefix` on `node` something: in order, at most once; dropped where it is gone."""
         ...
 
-
-class Listener(Protocol):
-    """As much of an agent as its `Nodes` call."""
-
-    def tell(self, event: words.Event) -> None:
-        """Hand one event to the world machine."""
+    def publish(self, roster: words.Roster) -> None:
+        """Propose a roster; the one that wins comes back as `Published`."""
         ...
 
-    def from_node(self, node: str, prefix: str, message: Mapping[str, Any]) -> None:
-        """The companion `prefix` on `node` tells this."""
+    def store_of(self, roster: words.Roster) -> Address:
+        """Where the members of a roster that is entered meet."""
+        ...
+
+    def store_changed(self) -> None:
+        """The store of this node serves, or does so no more."""
+        ...
+
+    def store_failed(self, code: int, text: str) -> None:
+        """There will be no store on this node."""
+        ...
+
+    def entered(self) -> None:
+        """A roster has been entered."""
+        ...
+
+    def follow(self) -> None:
+        """The world machine has moved."""
+        ...
+
+    def drained(self, generation: int) -> None:
+        """Nothing intended is outstanding on this node."""
+        ...
+
+    def look(self, now: float) -> None:
+        """To be called about five times a second."""
+        ...
+
+    def judge(self, now: float) -> None:
+        """A generation of a wrapped script runs: look at its ranks, and at who may hang."""
+        ...
+
+    def ending(self, command: words.End) -> None:
+        """The end has been decided here."""
+        ...
+
+    def problems(self) -> Sequence[str]:
+        """What went wrong on other nodes and must show in the exit status, a sentence each."""
+        ...
+
+    def close(self) -> None:
+        """Our part of the job is over."""
         ...

@@ -27,9 +27,17 @@ class Standby:
 Standbys = Mapping[Incarnation, Standby]
 
 
-def first(epoch: int, world_size: int, standbys: Standbys) -> Roster:
-    """Return the roster of generation 0: the lowest slots of every node, numbered node by node as torchrun does."""
-    chosen = sorted(standbys, key=lambda i: (standbys[i].facts.slot, standbys[i].facts.node, i))[:world_size]
+def first(epoch: int, world_size: int, standbys: Standbys, shares: Sequence[tuple[str, int]] = ()) -> Roster:
+    """Return the roster of generation 0: the lowest slots of every node, numbered node by node as torchrun does.
+
+    `shares`: how many of each node; left out, whoever has come.
+    """
+    chosen = sorted(standbys, key=lambda i: (standbys[i].facts.slot, standbys[i].facts.node, i))
+    if shares:
+        chosen = [
+            who for node, share in shares for who in [i for i in chosen if standbys[i].facts.node == node][:share]
+        ]
+    chosen = chosen[:world_size]
     chosen.sort(key=lambda i: (standbys[i].facts.node, standbys[i].facts.slot, i))
     members = tuple(_member(rank, i, standbys[i], "started") for rank, i in enumerate(chosen))
     reason = f"generation 0 starts with ranks {brief(range(world_size))}"

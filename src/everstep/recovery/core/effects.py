@@ -162,7 +162,7 @@ def open_next(world: World, event: object, now: float) -> Outcome:
 def publish(world: World, event: object, now: float) -> Outcome:
     """Propose the roster that follows from what is known here."""
     if world.roster is None:
-        roster = assignment.first(world.epoch, world.policy.world_size, world.standbys)
+        roster = assignment.first(world.epoch, world.policy.world_size, world.standbys, world.policy.shares)
     else:
         roster = assignment.following(world.roster, world.survivors, world.standbys)
     return replace(world, since=now), (Publish(roster),)

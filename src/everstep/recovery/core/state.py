@@ -6,6 +6,7 @@ Rule 2: what can be derived is not stored, but for `ranks`, `own` and `lost`: th
 """
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -115,6 +116,9 @@ class World:
     @property
     def vacant(self) -> int:
         """How many ranks have nobody to take them, in the whole world."""
+        if self.roster is None and self.policy.shares:
+            at = Counter(standby.facts.node for standby in self.standbys.values())
+            return sum(max(0, share - at[node]) for node, share in self.policy.shares)
         gaps = len(self.lost) if self.roster else self.policy.world_size
         return max(0, gaps - len(self.standbys))
 

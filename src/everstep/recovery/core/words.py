@@ -295,6 +295,7 @@ class Policy:
     drain_deadline_s: float = 600.0  # for the last intended checkpoints
     finish_deadline_s: float = 1800.0  # for the others to come to their ends where one has ended badly after the end
     local_world_size: int | None = None  # ranks that this node starts with; None: all of them
+    shares: tuple[tuple[str, int], ...] = ()  # of all nodes: how many each starts with; empty: whoever comes first
     min_world_size: int | None = None  # survivors go on while they are so many; None: a world never shrinks
     replace_deadline_s: float | None = None  # for a fresh process in the place of one that is lost; then the world
     # shrinks, or ends where it may not. None: at once where it may shrink, else `start_deadline_s`

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from everstep.clock import SYSTEM
 from everstep.events import Notice
 from everstep.launcher.agent.host import AgentHost, OwnHost
+from everstep.launcher.agent.single import Single
 from everstep.launcher.config import LaunchConfig
-from everstep.launcher.nodes.single import Single
 from everstep.process.loop import Loop
 
 
@@ -50,16 +50,13 @@ class Agent:
         self.crew, self.nursery = SimpleNamespace(ranks={}), None
         self.events = []
         self.telemetry = SimpleNamespace(emit=self.events.append)
-        self.nodes = Single(self.loop, self)
+        self.nodes = Single(self)
         self.host = AgentHost(self, companions)
         self.host.start()
         self.host.nodes(self.nodes.present)
 
     def tell(self, event):
         raise AssertionError(event)
-
-    def from_node(self, node, prefix, message):
-        self.host.node_message(node, prefix, message)
 
     def turn(self):
         self.loop.later(0.0, lambda: None)

@@ -25,7 +25,7 @@ class Node:
 
     def __init__(self):
         self.children, self.notices, self.failures = [], [], []
-        self.stores = Stores(self, self, 0, lambda: None, lambda code, text: self.failures.append(text))
+        self.stores = Stores(self, self, ("127.0.0.1", 0), lambda: None, lambda code, text: self.failures.append(text))
         self.stores.start()
 
     def later(self, delay_s, call):

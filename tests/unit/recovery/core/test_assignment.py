@@ -178,3 +178,9 @@ def test_a_gap_that_nobody_fills_is_closed_and_those_above_move_down():
     new = assignment.following(old, survivors(old, 0, 2, 3), {})
     assert [(m.rank, m.node, m.why) for m in new.members] == [(0, "a", "kept"), (1, "c", "kept"), (2, "d", "kept")]
     assert new.reason == "generation 1: 3 ranks go on; rank 1 of the last one is lost"
+
+
+def test_the_first_roster_takes_each_node_s_share_whoever_came_with_more():
+    standbys = standby(0, "b") | standby(1, "b") | standby(2, "b") | standby(0, "a") | standby(1, "a")
+    roster = assignment.first(0, 4, standbys, (("a", 2), ("b", 2)))
+    assert [(m.rank, m.node, m.slot) for m in roster.members] == [(0, "a", 0), (1, "a", 1), (2, "b", 0), (3, "b", 1)]

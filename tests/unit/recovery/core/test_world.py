@@ -609,3 +609,12 @@ def test_a_world_of_nobody_is_refused():
 def test_world_is_a_value():
     assert isinstance(Agent(1).world, World)
     assert Enter(Agent(1).world.roster) in Agent(1).orders
+
+
+def test_the_first_roster_of_several_nodes_waits_for_the_share_of_each():
+    """A node with spares must not start with more than its share because another is slow."""
+    agent = Agent(2, spares=1, local_world_size=2, shares=(("a", 1), ("b", 1)))
+    assert agent.world.phase is Phase.GATHERING
+    assert agent.world.vacant == 1
+    agent.say(Announced(proc(9), facts(1, node="b")))
+    assert [(m.node, m.incarnation.pid) for m in agent.world.members] == [("a", 0), ("b", 9)]

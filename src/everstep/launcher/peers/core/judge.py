@@ -6,7 +6,7 @@ Rule 2: nobody is judged before every rank of the running generation has been se
 Rule 3: what silence means is said in `launcher.core.limits` alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,14 @@ class Judge:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Judge":
         """Make one with the limits that rank 0 was given."""
-        return cls(limits.Own(settings["soft_s"], None, settings["first_s"], automatic=settings["automatic"]))
+        judge = cls(limits.Own())
+        judge.heed(settings)
+        return judge
+
+    def heed(self, settings: Mapping[str, Any]) -> None:
+        """The limits are these from here on; `hard_s` may be left out."""
+        hard_s = settings.get("hard_s")
+        self.own = limits.Own(settings["soft_s"], hard_s, settings["first_s"], automatic=settings["automatic"])
 
     def hear(self, fact: Mapping[str, Any]) -> None:
         """Follow the world, as far as judging needs."""
@@ -58,11 +65,15 @@ class Judge:
 
     def take(self, message: Mapping[str, Any], now: float) -> None:
         """Keep a look, and what it teaches."""
-        for what, place, seconds, steps in message["lessons"]:
-            self.learned = self.learned.taught((what, place, seconds, steps))
+        self.teach(message["lessons"])
         if message["generation"] == self._generation:
             view = limits.View(**message["view"])
             self._views[view.rank] = (now, view)
+
+    def teach(self, lessons: Iterable[Sequence[Any]]) -> None:
+        """Take in what looks have taught."""
+        for what, place, seconds, steps in lessons:
+            self.learned = self.learned.taught((what, place, seconds, steps))
 
     def look(self, now: float) -> list[Order]:
         """Return whom to ask, and whom to call the cause of a hang; to be called about once a second."""

@@ -1,0 +1,256 @@
+"""A job of several nodes, as its agent sees it: what is said goes to all, what all have heard comes back.
+
+Rule 1: each agent acts on the processes of its own node alone; the ranks of another end with its agent.
+Rule 2: what companions keep is told before a roster (`kept`), when nobody here is in an earlier generation any more.
+        The hub lets no roster be told before all nodes have said so: all companions answer from the same words.
+Rule 3: a node that is gone is not waited for: spares elsewhere take its ranks, else the world shrinks where it may,
+        else the job ends (75). `LOST_NODE_S` is for spares that are just being born.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from everstep.errors import ExitCode
+from everstep.launcher.agent.single import Agent
+from everstep.launcher.core.limits import Own, Verdict
+from everstep.launcher.nodes.api import Address
+from everstep.launcher.nodes.membership import Membership
+from everstep.ranks import brief
+from everstep.recovery.api import Message
+from everstep.recovery.core import words
+from everstep.recovery.core.world import Phase
+
+LOST_NODE_S = 10.0
+VIEW_S = 1.0
+STOP, GO = 19, 18  # SIGSTOP, SIGCONT
+
+
+class Together:
+    """Implements `nodes.api.Nodes`, and hears its `Membership`."""
+
+    def __init__(self, agent: Agent, line: Membership) -> None:
+        self._agent, self._line = agent, line
+        self.name, self.number, self.count = line.name, line.number, len(line.order)
+        self._kept = -1
+        self._started_store = self._storeless = False
+        self._renewed = 0
+        self._viewed_s = 0.0
+        self._own: Own | None = None
+        self._asked_to_end = False  # here, by a signal that our workers have had
+
+    @property
+    def present(self) -> Mapping[str, str]:
+        """See `Nodes.present`."""
+        return self._line.present
+
+    def begin(self) -> None:
+        """See `Nodes.begin`."""
+        self._line.begin(self)
+        self._keep_store()
+        self.follow()
+
+    def say(self, event: words.Event) -> None:
+        """See `Nodes.say`."""
+        self._asked_to_end = self._asked_to_end or isinstance(event, words.EndRequested)
+        self._line.say(event)
+
+    def tell(self, node: str, prefix: str, message: Message) -> None:
+        """See `Nodes.tell`."""
+        self._line.tell(node, prefix, message)
+
+    # -- rosters and their store ---------------------------------------------------------------------------------
+
+    def _keep_store(self) -> None:
+        """The first node that is here keeps the store; where it is lost, the next begins one."""
+        if self._line.keeps_store and not self._started_store and self._agent.ending is None:
+            self._started_store = True
+            self._agent.stores.start()
+
+    def publish(self, roster: words.Roster) -> None:
+        """See `Nodes.publish`. An unwrapped script begins on a new store every time (E12)."""
+        agent = self._agent
+        if roster.members and self._line.keeps_store:
+            anew = agent.roster is not None and not agent.config.wrapped and self._renewed < roster.generation
+            if anew or self._storeless:
+                self._renewed, self._storeless = roster.generation, False
+                agent.stores.renew()
+        self._line.say(words.Published(roster))
+
+    def store_of(self, roster: words.Roster) -> Address:
+        """See `Nodes.store_of`."""
+        return self._line.store_of(roster.generation)
+
+    def store_changed(self) -> None:
+        """See `Nodes.store_changed`."""
+        found = self._agent.stores.address
+        self._line.serves(None if found is None else (self.present[self.name], found[1]))
+
+    def store_failed(self, code: int, text: str) -> None:
+        """See `Nodes.store_failed`."""
+        if self._agent.roster is None or self._agent.world.phase is Phase.PUBLISHING:
+            self._agent.end(words.End(code, text))
+            return
+        self._storeless = True
+        self._agent.notice(f"{text}; it is tried again at the next fault", "error")
+
+    # -- what companions keep ------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """See `Nodes.follow`: have all members here left their generation?"""
+        view = self._agent.world
+        if view.phase not in (Phase.GATHERING, Phase.PUBLISHING) or self._kept >= view.generation:
+            return
+        if all(who in view.lost or who in view.here for who in view.own):
+            self._kept = view.generation
+            self._line.keeps(view.generation, self._agent.host.telling())
+
+    def told(self, node: str, message: Mapping[str, Message]) -> None:
+        """See `membership.Agent.told`."""
+        self._agent.host.told(node, message)
+
+    def from_node(self, node: str, prefix: str, message: Mapping[str, Any]) -> None:
+        """See `membership.Agent.from_node`."""
+        self._agent.host.node_message(node, prefix, message)
+
+    def drained(self, generation: int) -> None:
+        """See `Nodes.drained`."""
+        self._line.drained(generation, self._agent.host.problems())
+
+    def all_drained(self, generation: int) -> None:
+        """See `membership.Agent.all_drained`."""
+        self._agent.tell(words.Drained(generation))
+
+    def problems(self) -> Sequence[str]:
+        """See `Nodes.problems`."""
+        return [f"{node}: {text}" for node, texts in sorted(self._line.problems.items()) for text in texts]
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    def hear(self, event: words.Event) -> None:
+        """See `membership.Agent.hear`."""
+        if isinstance(event, words.EndRequested) and event.code > ExitCode.SIGNALLED and not self._asked_to_end:
+            self._agent.signalled(event.code - ExitCode.SIGNALLED)  # as those of the node that it was sent to
+        if isinstance(event, words.Faulted):
+            self._agent.stores.suspect(event.fault.text)
+        self._agent.tell(event)
+
+    def nodes_changed(self, gone: str, why: str) -> None:
+        """See `membership.Agent.nodes_changed`."""
+        agent = self._agent
+        if agent.ending is not None:
+            return
+        agent.notice(why, "error")
+        agent.host.nodes(self.present)
+        self._keep_store()
+        if agent.world.roster is None:
+            agent.tell(words.EndRequested(int(ExitCode.BAD_NODE), f"{why}, before generation 0 began"))
+            return
+        self._bury(gone, why)
+
+    def _bury(self, gone: str, why: str) -> None:
+        """All that was there is dead."""
+        agent, view = self._agent, self._agent.world
+        lost = [m for m in view.members if m.node == gone and m.incarnation not in view.dead]
+        spares = [who for who, standby in view.standbys.items() if standby.facts.node == gone]
+        if lost:
+            ranks = brief(m.rank for m in lost)
+            text = f"{why}; {'rank' if len(lost) == 1 else 'ranks'} {ranks} ran there"
+            first = lost[0]
+            fault = words.Fault(
+                view.roster.generation if view.roster else 0, "death", f"agent {self.name}", first.incarnation,
+                first.rank, agent.crew.step(), text,
+            )  # fmt: skip
+            agent.tell(words.Faulted(fault))
+            self._wait_for_nobody()
+        for who in [*(m.incarnation for m in lost), *spares]:
+            agent.tell(agent.world.death_of(who, words.UNKNOWN_STATUS, agent.crew.step()))
+
+    def _wait_for_nobody(self) -> None:
+        """Until the next roster: no process is on its way to where the lost ones were."""
+        agent = self._agent
+        limit_s = agent.config.replacement_timeout_s
+        if limit_s is None:
+            known = replace(agent.world.policy, replace_deadline_s=LOST_NODE_S)
+            agent.world = replace(agent.world, policy=known)
+
+    def entered(self) -> None:
+        """A roster has been entered: processes are awaited for as long as the operator said."""
+        agent = self._agent
+        usual = agent.config.policy.replace_deadline_s
+        if agent.world.policy.replace_deadline_s == LOST_NODE_S != usual:
+            agent.world = replace(agent.world, policy=replace(agent.world.policy, replace_deadline_s=usual))
+
+    def hold(self, *, on: bool) -> None:
+        """See `membership.Agent.hold`."""
+        for worker in self._agent.crew:
+            if worker.begun:
+                worker.process.signal(STOP if on else GO)
+        text = "stand still until the other nodes are heard" if on else "go on: the other nodes are heard"
+        self._agent.notice(f"{self.name} did not run for a while: its workers {text}", "warning")
+
+    def cut_off(self, code: int, text: str) -> None:
+        """See `membership.Agent.cut_off`. Once all is published as finished, only our own ranks' ends count."""
+        agent = self._agent
+        if agent.ending is not None:
+            return
+        if agent.world.phase is Phase.FINISHING:
+            others = [m.incarnation for m in agent.world.members if m.node != self.name]
+            for who in others:
+                agent.tell(words.Died(who, 0))
+            return
+        agent.end(words.End(code, text))
+
+    def look(self, now: float) -> None:
+        """See `Nodes.look`."""
+        self._line.look(now)
+
+    def ending(self, command: words.End) -> None:
+        """See `Nodes.ending`: an end with an error is everybody's; that all went well each agent sees for itself."""
+        if command.code != 0:
+            self._line.say(words.EndRequested(command.code, command.reason))
+
+    def close(self) -> None:
+        """See `Nodes.close`."""
+        self._line.leave()
+
+    # -- hangs: judged by the hub, over all ranks ------------------------------------------------------------------
+
+    def judge(self, now: float) -> None:
+        """See `Nodes.judge`."""
+        agent = self._agent
+        if self._own != agent.watch.own:
+            self._own = agent.watch.own
+            self._line.limits(
+                {"soft_s": self._own.soft_s, "hard_s": self._own.hard_s, "first_s": self._own.first_s,
+                 "automatic": self._own.automatic}
+            )  # fmt: skip
+        watched = {rank: worker for rank, worker in agent.crew.ranks.items() if worker.last is None}
+        views = agent.watch.observe(watched, now)
+        for rank, worker in watched.items():
+            (agent.examiner.near if rank in agent.watch.near else agent.examiner.far)(worker)
+        if now - self._viewed_s >= VIEW_S and agent.roster is not None:
+            self._viewed_s = now
+            told = [
+                asdict(replace(view, phase="waiting") if watched[view.rank].done else view)
+                for view in views
+                if agent.watch.generation_of(view.rank) == agent.roster.generation
+            ]
+            self._line.views(agent.roster.generation, told, agent.watch.lessons())
+
+    def asked_to_look(self, rank: int) -> None:
+        """See `membership.Agent.asked_to_look`."""
+        worker = self._agent.crew.ranks.get(rank)
+        if worker is not None and worker.probe_sent is None and worker.last is None:
+            worker.probe_sent = self._agent.loop.clock.now()
+            worker.process.send({"kind": "world.probe"})
+
+    def convicted(self, rank: int, action: str, text: str) -> None:
+        """See `membership.Agent.convicted`."""
+        worker = self._agent.crew.ranks.get(rank)
+        if worker is not None and worker.last is None and self._agent.world.phase is Phase.RUNNING:
+            self._agent.examiner.conclude(worker, Verdict(rank, action, text), self._agent.condemned)
+
+    def notice(self, text: str, level: str = "info") -> None:
+        """See `membership.Agent.notice`."""
+        self._agent.notice(text, level)

@@ -1,0 +1,139 @@
+"""Jobs of several nodes: two agents on loopback, each with processes of its own, and what becomes of them."""
+
+import os
+import re
+import signal
+import socket
+
+import pytest
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
+
+TRAIN = """
+MODE, AT = os.environ.get("MODE", ""), int(os.environ.get("AT", "5"))
+@everstep.resilient
+def train(run):
+    own = {k: v for k, v in os.environ.items() if k.startswith(("RANK", "LOCAL_", "GROUP_", "WORLD", "ROLE_"))}
+    note("enter", generation=run.generation, world=run.world_size, own=own, local=run.local_rank)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in run.steps(int(os.environ.get("STEPS", "10")), model=model, optimizer=optimizer):
+        model(torch.full((2, 4), float(step))).sum().backward()
+        for parameter in model.parameters(): dist.all_reduce(parameter.grad)
+        if step == AT and run.generation == 0 and run.rank == int(os.environ.get("WHO", "1")):
+            if MODE == "raise": raise RuntimeError("boom")
+            if MODE == "kill": os.kill(os.getpid(), signal.SIGKILL)
+            if MODE == "hang": time.sleep(1000)
+        optimizer.step(); optimizer.zero_grad()
+        note("step", step=step, generation=run.generation)
+        time.sleep(float(os.environ.get("PACE", "0")))
+    note("end", weights=[float(x) for x in model.weight.flatten()])
+train()
+"""
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return door.getsockname()[1]
+
+
+class Nodes:
+    """Agents of one job, in one folder for each."""
+
+    def __init__(self, start, text, count, *flags, own=None, env=None, **settings):
+        self.endpoint = f"127.0.0.1:{free_port()}"
+        base = ("--nnodes", str(count), "--rdzv-endpoint", self.endpoint, *flags)
+        own = own or [("--node-rank", str(number)) for number in range(count)]
+        self.jobs = [start(text, *base, *flags_of, env=env, **settings) for flags_of in own]
+
+    def ended(self):
+        return [job.ended() for job in self.jobs]
+
+
+@pytest.fixture
+def nodes(start):
+    def begin(text, count, *flags, **settings):
+        return Nodes(start, text, count, *flags, **settings)
+
+    return begin
+
+
+def of(ended, what):
+    return sorted((note for one in ended for note in one.of(what)), key=lambda note: note["rank"])
+
+
+def good(ended):
+    for one in ended:
+        assert one.code == 0, one.err[-3000:]
+
+
+def entered(ended):
+    """The generations that each node has written down."""
+    places = [f"node-{number}" if number else "" for number in range(len(ended))]
+    return [one.events("GenerationStarted", place) for one, place in zip(ended, places, strict=True)]
+
+
+def weights(ended):
+    return {str(note["weights"]) for note in of(ended, "end")}
+
+
+def test_two_nodes_are_one_world_and_an_exception_on_either_costs_a_step_at_most(nodes):
+    """Ranks node-major, torchrun's variables, all restored from one step in the memory of either node."""
+    ended = nodes(TRAIN, 2, env={"MODE": "raise", "WHO": "1"}).ended()
+    good(ended)
+    first = [note for note in of(ended, "enter") if note["generation"] == 0]
+    for rank, note in enumerate(first):
+        own = note["own"]
+        assert (own["RANK"], own["WORLD_SIZE"]) == (str(rank), "2")
+        assert (own["LOCAL_RANK"], own["LOCAL_WORLD_SIZE"], note["local"]) == ("0", "1", 0)
+        assert (own["GROUP_RANK"], own["GROUP_WORLD_SIZE"]) == (str(rank), "2")
+        assert (own["ROLE_RANK"], own["ROLE_WORLD_SIZE"]) == (str(rank), "2")
+    assert {note["pid"] for note in first} == {note["pid"] for note in of(ended, "enter")}  # no process was lost
+    assert len(weights(ended)) == 1
+    for _, second in entered(ended):
+        assert (second["restore_step"], second["restored_from"]) == (4, "memory")
+
+
+def test_a_killed_rank_is_replaced_by_a_spare_of_its_node_which_finds_its_snapshot(nodes):
+    ended = nodes(TRAIN, 2, "--nproc-per-node", "2", env={"MODE": "kill", "WHO": "3"}).ended()
+    good(ended)
+    again = [note for note in of(ended, "enter") if note["generation"] == 1]
+    before = {note["rank"]: note["pid"] for note in of(ended, "enter") if note["generation"] == 0}
+    assert [note["rank"] for note in again if note["pid"] != before[note["rank"]]] == [3]
+    assert [note["own"]["LOCAL_RANK"] for note in again] == ["0", "1", "0", "1"]
+    assert len(weights(ended)) == 1
+    for _, second in entered(ended):
+        assert second["restore_step"] == 4
+
+
+def test_a_lost_node_s_ranks_are_taken_by_spares_of_another(nodes):
+    """The agent that is killed has started the hub and keeps the store: neither ends the job."""
+    job = nodes(TRAIN, 2, env={"PACE": "0.2", "STEPS": "20"})
+    job.jobs[0].wait_for("step", 3)
+    job.jobs[1].wait_for("step", 3)
+    os.kill(job.jobs[0].process.pid, signal.SIGKILL)
+    lost, other = job.ended()
+    assert lost.code == -signal.SIGKILL
+    assert other.code == 0, other.err[-3000:]
+    assert "node-0 (127.0.0.1) is lost" in other.err
+    last = [note for note in other.of("enter") if note["generation"] == 1]
+    taken = min(last, key=lambda note: note["rank"])
+    assert (taken["rank"], taken["own"]["LOCAL_RANK"], taken["own"]["GROUP_RANK"]) == (0, "1", "1")
+    assert len(weights([other])) == 1
+    assert sorted(note["rank"] for note in other.of("end")) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ([("--node-rank", "0"), ("--node-rank", "1", "--nnodes", "3")], "--nnodes 3 here, --nnodes 2 on the node"),
+        ([("--node-rank", "0"), ("--node-rank", "0")], "is taken|cannot be opened: Address already in use"),
+    ],
+)
+def test_nodes_that_do_not_fit_are_refused_with_words_and_the_others_end_too(nodes, own, said):
+    ended = nodes(TRAIN, 2, "--rdzv-conf", "join_timeout=20", own=own).ended()
+    assert [one.code for one in ended] == [78, 78], [one.err[-500:] for one in ended]
+    assert any(re.search(said, one.err) for one in ended), [one.err[-500:] for one in ended]
+    assert any("have not come to" in one.err for one in ended)
+    assert not any(one.run_dir.exists() for one in ended)

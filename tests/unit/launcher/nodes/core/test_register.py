@@ -1,0 +1,94 @@
+"""Who comes to the hub, who is refused and with which words, and how nodes are numbered."""
+
+import itertools
+import re
+
+import pytest
+
+from everstep.launcher.nodes.core.register import Register, node_name
+
+TERMS = {
+    "version": "1.0", "wire": 1, "job": "j", "nnodes": 3, "nproc": 2, "wrapped": True, "least": None, "restarts": None,
+}  # fmt: skip
+
+
+def told(rank=None, who="host, pid 1", **other):
+    return {"terms": TERMS | other, "node_rank": rank, "address": "10.0.0.1", "who": who}
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"nnodes": 2}, r"--nnodes 2 here, --nnodes 3 on the node that came first"),
+        ({"nproc": 4}, r"--nproc-per-node 4 here, --nproc-per-node 2"),
+        ({"version": "0.9"}, r"Everstep 0.9 here, Everstep 1.0 .* Install one version"),
+        ({"job": "k"}, r"a job of --rdzv-id k here.*give each its own --rdzv-endpoint"),
+        ({"wrapped": False}, r"names everstep: False here"),
+        ({"least": 2}, r"--min-world-size 2 here"),
+        ({"restarts": 3}, r"--max-restarts 3 here"),
+        ({"wire": 2}, r"version 2 of the words"),
+    ],
+)
+def test_who_was_started_otherwise_is_refused_by_what_differs(other, said):
+    register = Register(TERMS)
+    refusal = register.join(0, told(0, **other))
+    assert re.search(said, refusal), refusal
+    assert register.here == {}
+
+
+def test_two_with_one_rank_and_a_rank_that_cannot_be():
+    register = Register(TERMS)
+    assert register.join(0, told(1, "first, pid 7")) == ""
+    assert register.join(1, told(1)) == "--node-rank 1 is taken by first, pid 7. Give each node its own."
+    assert register.join(2, told(3)) == "--node-rank 3 of 3 nodes: give 0 to 2."
+    assert register.join(2, told(-1)).startswith("--node-rank -1")
+    assert register.lacking == "nodes 0,2 of 3"
+
+
+def test_one_too_many_is_refused_and_so_is_one_that_comes_back():
+    register = Register(TERMS)
+    for number in range(3):
+        assert register.join(number, told()) == ""
+    assert register.complete
+    assert "all 3 nodes of this job have come" in register.join(3, told())
+    register.leave(1)
+    assert "cannot join again" in register.join(4, told())
+
+
+@pytest.mark.parametrize("given", [*itertools.permutations((0, None, 2)), (None, None, None), (2, 1, 0)])
+def test_given_ranks_are_kept_and_the_others_filled_in_order(given):
+    register = Register(TERMS)
+    for number, rank in enumerate(given):
+        assert register.join(number, told(rank)) == ""
+    numbers = [register.here[number].given for number in range(3)]
+    assert sorted(numbers) == [0, 1, 2]
+    assert all(rank in (None, number) for rank, number in zip(given, numbers, strict=True))
+    free = [number for rank, number in zip(given, numbers, strict=True) if rank is None]
+    assert free == sorted(free)
+    assert list(register.present) == ["node-0", "node-1", "node-2"]
+
+
+def test_one_that_leaves_before_all_have_come_makes_room():
+    register = Register(TERMS)
+    register.join(0, told(0))
+    register.leave(0)
+    assert register.join(1, told(0)) == ""
+    assert register.lacking == "nodes 1-2 of 3"
+    register.leave(1)
+    register.join(2, told(None))
+    assert register.lacking == "2 of 3 nodes"
+
+
+def test_names_stand_in_their_order():
+    for nodes in (1, 2, 10, 11, 101):
+        names = [node_name(number, nodes) for number in range(nodes)]
+        assert names == sorted(names)
+    assert node_name(0, 1) == "node-0"
+
+
+def test_who_is_where():
+    register = Register(TERMS)
+    for number in range(3):
+        register.join(number, told(2 - number))
+    assert register.connection_of("node-2") == 0
+    assert register.connection_of("node-9") is None
