@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from everstep.checkpoint.core.items import leaves_of
 from everstep.checkpoint.core.layout import Leaf, Node, Pieces, Ref, Section
+from everstep.checkpoint.core.ranges import tensors_of
 from everstep.checkpoint.core.rectangles import Rectangle
 from everstep.checkpoint.core.reshard import Wish
 from everstep.checkpoint.fitting import Fitting, Undo, taken_back
@@ -116,7 +117,7 @@ class ModuleSource:
             there = section.tree.get(fqn)
             if isinstance(there, Ref) and isinstance(live, Ref):
                 like[there.leaf] = part.section.leaves[live.leaf]
-        return {self._name: Wish(like, by_leaf=True)}
+        return {self._name: Wish(like, by_leaf=True, wanted=tensors_of(part.section))}
 
     def fitting(self, saved: Mapping[str, Section], refused: Mapping[str, str]) -> Fitting:
         """See `walk.Source`."""

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.core.layout import Section
+from everstep.checkpoint.core.ranges import tensors_of
 from everstep.checkpoint.core.reshard import POSITION, Wish
 from everstep.checkpoint.fitting import Fitting, Undo, taken_back
 from everstep.checkpoint.remake import spread_in, value_of
@@ -69,9 +70,11 @@ class ObjectSource:
         if position.who:
             return {self._name: Wish(refusal=_REFUSED.format(name=self._name, who=position.who))}
         there = saved.get(self._name)
-        live = {leaf.path: leaf for part in self.changing() for leaf in part.section.leaves if leaf.placements}
+        (part,) = self.changing()
+        live = {leaf.path: leaf for leaf in part.section.leaves if leaf.placements}
         leaves = enumerate(() if there is None else there.leaves)
-        return {self._name: Wish({n: live[leaf.path] for n, leaf in leaves if leaf.path in live})}
+        like = {n: live[leaf.path] for n, leaf in leaves if leaf.path in live}
+        return {self._name: Wish(like, wanted=tensors_of(part.section))}
 
     def fitting(self, saved: Mapping[str, Section], refused: Mapping[str, str]) -> Fitting:
         """See `Source.fitting`: all or nothing, which the object decides."""

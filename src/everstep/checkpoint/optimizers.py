@@ -19,9 +19,11 @@ from everstep.checkpoint.beside import shaped_as, takes
 from everstep.checkpoint.core.estimate import state_bytes, state_tensors
 from everstep.checkpoint.core.items import leaves_of
 from everstep.checkpoint.core.layout import ALIGNMENT, Leaf, Pieces, Ref, Section
+from everstep.checkpoint.core.ranges import Parts, Place, Wanted
 from everstep.checkpoint.core.rectangles import Rectangle
 from everstep.checkpoint.core.reshard import Wish
 from everstep.checkpoint.fitting import Fitting, Undo
+from everstep.checkpoint.flat import Ranged
 from everstep.checkpoint.modules import Cut, Names, copy_pieces, cuts_differ, differences
 from everstep.checkpoint.param_groups import Groups
 from everstep.checkpoint.remake import fresh, value_of
@@ -95,16 +97,20 @@ class OptimizerSource:
         if section is None:
             return {}
         like: dict[int, Leaf] = {}
+        wanted: dict[Place, Wanted] = {}
         for parameter, names in self._parameters():
-            if parameter in self._naming.cut:
-                continue  # a range of FSDP1: it is taken up by its own kind alone
+            cut = self._naming.cut.get(parameter)
+            if cut is not None:
+                wanted |= {(name,): _parts(each, cut) for name, each in zip(names, cut.ranged, strict=True)}
+                continue
+            wanted[names[0],] = self._leaf(parameter, names[0])
             live: Leaf | None = None
             for node in section.tree.get(names[0], {}).values():
                 leaf = section.leaves[node.leaf] if isinstance(node, Ref) else None
                 if leaf is not None and leaf.whole_shape == tuple(parameter.shape) and (leaf.shape or leaf.placements):
                     live = live or self._leaf(parameter, names[0])
                     like[node.leaf] = live
-        return {self._state_name: Wish(like, by_leaf=True), self._groups_name: Wish()}
+        return {self._state_name: Wish(like, by_leaf=True, wanted=wanted), self._groups_name: Wish()}
 
     def _leaf(self, parameter: Tensor, fqn: str) -> Leaf:
         collector = Collector(self._state_name)
@@ -331,6 +337,21 @@ class OptimizerSource:
                     held.copy_(stored(leaf, payload))
                 else:
                     live[key] = value_of(child, section.leaves, payload)
+
+
+def _parts(ranged: Ranged, cut: Cut) -> Parts:
+    """What this rank wants of a tensor beside one of FSDP1's parameters."""
+    boxes = [piece.rectangle for piece in ranged.pieces]
+    told: dict[str, Any] = {"global_shape": ranged.shape, "replicated": cut.everywhere}
+    device = cut.flat.parameter.device.type
+    return Parts(
+        ranged.shape,
+        tuple(
+            Leaf("", "", box.sizes, 0, offsets=box.offsets if any(box.offsets) else None, device=device, **told)
+            for box in boxes
+        ),
+        nothing=not cut.whole and not ranged.count,  # no step makes a state for a parameter without elements
+    )
 
 
 def _size(cut: Cut) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.core.layout import Leaf, Node, Pieces, Ref, Section
+from everstep.checkpoint.core.ranges import tensors_of
 from everstep.checkpoint.core.reshard import Wish
 from everstep.checkpoint.fitting import Fitting, Undo
 from everstep.checkpoint.modules import differences
@@ -69,9 +70,11 @@ class ValueSource:
     def wishes(self, saved: Mapping[str, Section]) -> Mapping[str, Wish]:
         """See `walk.Source`: a shard's like is a live shard."""
         there = saved.get(self._name)
-        live = {leaf.path: leaf for part in self.changing() for leaf in part.section.leaves if leaf.placements}
+        (part,) = self.changing()
+        live = {leaf.path: leaf for leaf in part.section.leaves if leaf.placements}
         leaves = enumerate(() if there is None else there.leaves)
-        return {self._name: Wish({n: live[leaf.path] for n, leaf in leaves if leaf.path in live})}
+        like = {n: live[leaf.path] for n, leaf in leaves if leaf.path in live}
+        return {self._name: Wish(like, wanted=tensors_of(part.section))}
 
     def fitting(self, saved: Mapping[str, Section], refused: Mapping[str, str]) -> Fitting:
         """See `walk.Source`: all or nothing."""

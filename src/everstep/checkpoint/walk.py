@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.core.estimate import buffer_bytes
 from everstep.checkpoint.core.layout import Encoder, Layout, Leaf, Section, align
+from everstep.checkpoint.core.ranges import cut_otherwise
 from everstep.checkpoint.core.reshard import Digest, Resharded, Wish, reshard
 from everstep.checkpoint.core.segment import HEADER_BYTES
 from everstep.checkpoint.fitting import Fitting, Partial, Undo, merged, shown, taken_back
@@ -143,6 +144,8 @@ class StateWalk:
         for source in self._sources:
             for name, wish in source.wishes(saved).items():
                 if wish.by_leaf and any(_divides(saved[name].leaves[n], live) for n, live in wish.like.items()):
+                    return False
+                if name in saved and cut_otherwise(saved[name], wish.wanted):
                     return False
         return True
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from everstep.checkpoint.core.layout import Layout, Leaf, Node, Ref, Section, expected_bytes, place, printed
 from everstep.checkpoint.core.manifest import checksum
+from everstep.checkpoint.core.ranges import Held, Joiner, Parts, Place, Wanted
 from everstep.checkpoint.core.trees import contains, difference, in_pieces, mapped, refs, seeded, without
 from everstep.ranks import brief
 
@@ -50,6 +51,7 @@ class Wish:
     counts: bool = False  # a position in the data: rule 5
     holds: Set[str] = frozenset()  # keys of a dict that such a position must have been saved with
     refusal: str = ""  # why it cannot go to another world, whatever was saved
+    wanted: Mapping[Place, Wanted] = field(default_factory=dict[Place, Wanted])  # by place: for what is in pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +134,17 @@ def reshard(
 
 
 def _section(making: _Making, name: str, ranks: Sequence[Section], wish: Wish) -> None:
-    if making.same_size and not wish.by_leaf and not wish.like:
+    pieces = any(isinstance(want, Parts) for want in wish.wanted.values())
+    if making.same_size and not (wish.by_leaf or wish.like or pieces):
         _own(making, ranks[making.rank])
-    elif any(in_pieces(section.tree) for section in ranks):
-        making.refused[name] = (
-            f"{name} was saved as ranges of FSDP1 or shards of a ShardedTensor, which the same number of ranks alone "
-            "takes up; torch.distributed.checkpoint.load reshards it (docs/checkpoints.md)"
-        )
     elif wish.refusal:
         making.refused[name] = wish.refusal
     elif wish.draws:
         _generators(making, name, ranks)
     elif wish.counts:
         _position(making, name, ranks, wish.holds)
+    elif pieces or any(in_pieces(section.tree) for section in ranks):
+        _in_pieces(making, name, ranks, wish)
     elif (where := difference(ranks)) is not None:
         making.refused[name] = (
             f"{where}: it belongs to each rank alone, and has no meaning in a world of another size; save what is "
@@ -152,6 +152,41 @@ def _section(making: _Making, name: str, ranks: Sequence[Section], wish: Wish) -
         )
     else:
         _alike(making, name, ranks, wish)
+
+
+# What some hold in pieces.
+
+
+def _in_pieces(making: _Making, name: str, ranks: Sequence[Section], wish: Wish) -> None:
+    """Sections of which a rank may have any number of rectangles, on either side: by their places (ranges.py)."""
+
+    def same(held: Sequence[Held]) -> bool:
+        kinds = {(leaf.dtype, leaf.kind, leaf.shape) for _, leaf in held}
+        return len(kinds) == 1 and len({making.digest(n, leaf) for n, leaf in held}) == 1
+
+    joined = Joiner(ranks, wish.wanted, same, making.own, making.same_size).join()
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    for leaf in joined.leaves:
+        held = joined.sources[leaf.path]
+        if leaf.kind != "tensor":
+            ((rank, source),) = held
+            zeros = (0,) * len(source.shape)
+            pieces[leaf.path] = (Piece(rank, source, zeros, zeros, source.shape),)
+            continue
+        pieces[leaf.path], covered = _cut(held, leaf)
+        if covered != prod(leaf.shape):
+            joined.refused.setdefault(leaf.path, _uncovered(leaf, len(making.saved), covered))
+    making.refused |= joined.refused
+    if not joined.refused or wish.by_leaf:
+        making.pieces |= pieces
+        making.add(Section(name, joined.tree, (), ranks[0].per_rank), joined.tree, joined.leaves)
+
+
+def _uncovered(leaf: Leaf, world: int, covered: int) -> str:
+    return (
+        f"{leaf.path}: the shards of {world} ranks do not cover {list(leaf.shape)} from {list(leaf.starts)} on exactly "
+        f"({covered} of {prod(leaf.shape)} elements)"
+    )
 
 
 # What is one thing in the whole world.
@@ -198,34 +233,31 @@ def _from_shards(making: _Making, ranks: Sequence[Leaf], like: Leaf | None) -> t
         why = f"{first.path} was saved in shards, and nothing says how it is divided here"
         return _whole(first), (), why
     target = _target(first, like)
-    pieces, covered = _cut(making, ranks, target)
+    held = [(n, ranks[n]) for n in (making.own, *range(len(ranks)))]  # of equal ones the nearest
+    pieces, covered = _cut(held, target)
     if covered != prod(target.shape):
-        return (
-            target,
-            (),
-            (
-                f"{first.path}: the shards of {len(ranks)} ranks do not cover {list(target.shape)} from "
-                f"{list(target.starts)} on exactly ({covered} of {prod(target.shape)} elements)"
-            ),
-        )
+        return target, (), _uncovered(replace(target, path=first.path), len(ranks), covered)
     return target, pieces, ""
 
 
-def _cut(making: _Making, ranks: Sequence[Leaf], target: Leaf) -> tuple[tuple[Piece, ...], int]:
-    """Return the pieces that make up the target, and how many elements they hold; -1 where two of them overlap."""
-    rectangles: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    for n in (making.own, *range(len(ranks))):  # of equal ones the nearest
-        if ranks[n].nbytes:
-            rectangles.setdefault((ranks[n].starts, ranks[n].shape), n)
+def _cut(held: Sequence[Held], target: Leaf) -> tuple[tuple[Piece, ...], int]:
+    """Return the pieces that make up the target, and how many elements they hold; -1 where two of them overlap.
+
+    Of equal rectangles the first is taken.
+    """
+    rectangles: dict[tuple[tuple[int, ...], tuple[int, ...]], Held] = {}
+    for n, leaf in held:
+        if leaf.nbytes:
+            rectangles.setdefault((leaf.starts, leaf.shape), (n, leaf))
     pieces: list[Piece] = []
-    for (starts, shape), n in rectangles.items():
+    for (starts, shape), (n, source) in rectangles.items():
         low = tuple(map(max, starts, target.starts))
         high = tuple(min(a + b, c + d) for a, b, c, d in zip(starts, shape, target.starts, target.shape, strict=True))
         sizes = tuple(max(0, h - w) for h, w in zip(high, low, strict=True))
         if prod(sizes):
             start = tuple(a - b for a, b in zip(low, starts, strict=True))
             into = tuple(a - b for a, b in zip(low, target.starts, strict=True))
-            pieces.append(Piece(n, ranks[n], start, into, sizes))
+            pieces.append(Piece(n, source, start, into, sizes))
     if any(_overlap(a, b) for n, a in enumerate(pieces) for b in pieces[n + 1 :]):
         return (), -1
     return tuple(pieces), sum(prod(piece.sizes) for piece in pieces)
