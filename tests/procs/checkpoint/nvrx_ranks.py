@@ -94,7 +94,23 @@ def dcp_in_the_background(rank, mesh):
     into = {"more": torch.zeros(2)}
     dcp.load(into, storage_reader=FileSystemReader(f"{WHERE}/step-5"))
     assert into["more"].sum() == 2, "the plan of a state that had changed was used again"
+    a_process_that_was_replaced_has_no_plan(rank, mesh, queue, cache)
     return queue
+
+
+def a_process_that_was_replaced_has_no_plan(rank, mesh, queue, cache):
+    """After a restart: rank 1 is another process, and the others, which were kept, make their cache anew too."""
+    if rank == 1:
+        cache = CheckpointMetadataCache()
+    for k in (5, 6):
+        made = state(mesh, k)
+        cache.set_cached_global_metadata(None)
+        fn, args, finalize, preload = schedule(queue, made, f"{WHERE}/step-5", enable_cache=True, metadata_cache=cache)
+        queue.schedule_async_request(AsyncRequest(fn, args, [finalize], preload_fn=preload))
+        queue.maybe_finalize_async_calls(blocking=True)
+        into = state(mesh, 100)
+        dcp.load(into, storage_reader=FileSystemReader(f"{WHERE}/step-5"))
+        assert into["step"] == k
 
 
 def one_rank_fails(rank, mesh, queue):

@@ -113,6 +113,22 @@ def test_the_table_was_made_from_the_version_that_pip_installs():
     assert sum(map(len, SURFACE["modules"].values())) > 35
 
 
+def test_the_package_hands_on_its_names_and_comes_without_torch():
+    """`import everstep; everstep.checkpoint.TorchAsyncCheckpoint`: by DESIGN's names, and nothing before it is used."""
+    code = (
+        "import sys, everstep; package = everstep.checkpoint; package.Keep(2); package.Local('/x', 1)\n"
+        "assert {'TorchAsyncCheckpoint', 'AsyncCallsQueue', 'Checkpointer'} <= set(dir(package))\n"
+        "assert 'torch' not in sys.modules, 'torch'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    package = importlib.import_module("everstep.checkpoint")
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
+    assert package.TorchAsyncCheckpoint is ours("checkpointing.async_ckpt.torch_ckpt", "TorchAsyncCheckpoint")
+    with pytest.raises(AttributeError, match="it offers AsyncCallsQueue"):
+        package.TorchCheckpoint  # noqa: B018 - the access is what is tried
+
+
 def test_importing_the_worker_imports_no_torch():
     """What writes in the background is a small process: torch comes with the first call that needs it (W53)."""
     code = "import sys, everstep.checkpoint.async_ckpt.worker; assert 'torch' not in sys.modules, 'torch'"

@@ -123,13 +123,21 @@ class _Planning:
 
     def plan(self) -> tuple[SavePlan, Metadata | None]:
         """Return this rank's part of the plan of all, and on the coordinator the metadata, if it was made anew."""
-        if self.cache is not None and self.cache.cached_central_plan is not None:
-            same = self.local_step().items == getattr(self.cache.cached_local_plan, "items", None)
-            if all(agreement.gathered(int(same), self.wrapper.group)):
+        if self.cache is not None:
+            # Every rank says so, one without a plan too: a process that was replaced has none where the others have.
+            same = all(agreement.gathered(int(self._same(self.cache)), self.wrapper.group))
+            if same and self.cache.cached_central_plan is not None:
                 return self.cache.cached_central_plan, None
         if getattr(self.planner, "can_run_decentralized_global_plan", False):
             return self._apart()
         return self.wrapper.reduce_scatter("plan", self.local_step, self.global_step), self.metadata
+
+    def _same(self, cache: CheckpointMetadataCache) -> bool:
+        """True where the plan of the last save serves this rank again, and what else is needed of it is there."""
+        metadata = cache.cached_global_metadata is not None or not self.wrapper.is_coordinator
+        if cache.cached_central_plan is None or not metadata:
+            return False
+        return bool(self.local_step().items == getattr(cache.cached_local_plan, "items", None))
 
     def local_step(self) -> SavePlan:
         """Plan for this rank."""
