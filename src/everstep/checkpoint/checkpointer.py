@@ -30,7 +30,7 @@ from everstep.checkpoint.keeper_line import KeeperLine
 from everstep.checkpoint.restored import Restored, Restorer
 from everstep.checkpoint.snapshot import Snapshotter, Taken
 from everstep.checkpoint.tier_client import TierClient
-from everstep.checkpoint.tier_settings import MAIN, Tiers, settings_of
+from everstep.checkpoint.tier_settings import GRACE_S, MAIN, Tiers, settings_of
 from everstep.errors import CheckpointError, StateMismatch, UsageError
 
 CLOSE_S = 600.0
@@ -53,24 +53,33 @@ class Checkpointer:
         on_busy: OnBusy = "coalesce",
         keep: Keep | int | None = DEFAULT_KEEP,
         tiers: Tiers | None = None,
+        allow_pickle: bool = False,
+        grace: float = GRACE_S,
     ) -> None:
         """Have the directory and the keeper, or raise.
 
-        dir: where checkpoints are committed; made where it is missing. One Checkpointer to a directory.
+        dir: where checkpoints are committed, a directory, made where it is missing, or the URL of an object store
+            (`s3://BUCKET/PREFIX`). One Checkpointer to a place.
         interval: steps that are multiples of it are saved.
         on_busy: what becomes of a step that is due while an earlier one is being written. "coalesce": it is kept in
             memory, and the newest is written as soon as the disk is free. "skip": it is not saved. "block": `save`
             waits until the earlier one is written.
         keep: which checkpoints stay: a number, the newest so many; a `Keep`; None, all.
         tiers: further tiers and intervals of their own: {"memory": 1, "disk": 100, "local": Local("/nvme/ckpt", 10)}.
+        allow_pickle: what cannot be kept otherwise (objects of one's own classes) is pickled, and unpickled by
+            `restore`, which runs code that the checkpoint names: say so only where you trust whoever wrote it. Without
+            it such a thing is refused by its name, at the save and at the restore.
+        grace: seconds for which storage that takes or gives nothing is waited for. Then it is stuck: the save fails by
+            name (a slow one, of which something moves, does not), `close` ends, a restore raises CheckpointError.
 
         Raises UsageError for arguments that cannot be meant, ConfigurationError where the directory cannot be made,
         written to, locked, or another has it, where the ranks are on several hosts, or no process group is made yet.
         """
-        self._settings = settings_of(os.fspath(dir), interval, on_busy, keep, tiers)
+        self._settings = settings_of(os.fspath(dir), interval, on_busy, keep, tiers, grace)
         self._pid = os.getpid()
         self._closed = ""
-        joined = join(self._settings.to_json(), self._pid)
+        self._allow_pickle = bool(allow_pickle)
+        joined = join({**self._settings.to_json(), "allow_pickle": self._allow_pickle}, self._pid)
         self.rank, self.world_size = joined.rank, joined.world_size
         self._book = Book(self._dead)
         self._snapshotter = Snapshotter(self._send)
@@ -135,7 +144,8 @@ class Checkpointer:
         try:
             if self._given is None or self._given.shape != made.shape:
                 self._given = None
-                (self._snapshotter.rebind if self._begun else self._snapshotter.bind)(made.objects)
+                bind = self._snapshotter.rebind if self._begun else self._snapshotter.bind
+                bind(made.objects, allow_pickle=self._allow_pickle)
                 self._given, self._begun = made, True
             for name, value in made.values.items():  # the walk knows the places of the first time
                 place = self._given.objects[name]
@@ -173,7 +183,10 @@ class Checkpointer:
         """
         self._check("restore")
         wanted = None if step is None else check_name(step)
-        restorer = Restorer(self._line, self._snapshotter, self._tiers, self.rank, self.world_size)
+        restorer = Restorer(
+            self._line, self._snapshotter, self._tiers, self.rank, self.world_size,
+            allow_pickle=self._allow_pickle, grace_s=self._settings.grace,
+        )  # fmt: skip
         self._given, self._begun = None, False
         restored = restorer.restore(given(state), wanted, strict=strict)
         self._inherited = None
@@ -217,7 +230,7 @@ class Checkpointer:
                 f"{self.directory}: {text}; another rank that has not closed keeps it open too"
             ) from None
         else:
-            self._book.add(problems)
+            self._book.add([in_our_words(text) for text in problems])
 
     def __enter__(self) -> Self:
         return self
@@ -255,7 +268,7 @@ class Checkpointer:
     def _raise_failures(self) -> None:
         failures = self._book.failures()
         if failures:
-            raise CheckpointError(f"{self.directory}: " + "; ".join(failures))
+            raise CheckpointError(in_our_words(f"{self.directory}: " + "; ".join(failures)))
 
     def _dead(self) -> str:
         return self._line.dead()

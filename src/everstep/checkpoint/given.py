@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everstep.checkpoint.core.layout import Layout, Ref, Section
-from everstep.checkpoint.sharded import local_of
+from everstep.checkpoint.core.layout import Layout, Pickled, Pieces, Ref, Section
+from everstep.checkpoint.sharded import is_sharded_tensor, local_of, shards_of
 from everstep.checkpoint.tensors import dtype_name
 from everstep.errors import UsageError
 
@@ -116,6 +116,8 @@ def _holds_object(container: Any, depth: int) -> bool:
 
 def _into(live: Any, value: Any) -> Any:
     """Put `value` into `live` where it fits; return what is to stand there."""
+    if is_sharded_tensor(live) and is_sharded_tensor(value):
+        return _into_shards(live, value)
     if isinstance(live, Tensor) and isinstance(value, Tensor) and _alike(live, value):
         with torch.no_grad():
             local_of(live).copy_(value)
@@ -135,9 +137,23 @@ def _into(live: Any, value: Any) -> Any:
     return value
 
 
+def _into_shards(live: Any, value: Any) -> Any:
+    """Of a ShardedTensor each of this rank's shards, where they lie alike."""
+    here, there = shards_of(live, ""), shards_of(value, "")
+    if [at for at, _ in here] != [at for at, _ in there] or not all(
+        _alike(one, other) for (_, one), (_, other) in zip(here, there, strict=True)
+    ):
+        return value
+    with torch.no_grad():
+        for (_, one), (_, other) in zip(here, there, strict=True):
+            local_of(one).copy_(other)
+    return live
+
+
 def _alike(live: Tensor, value: Tensor) -> bool:
     local = local_of(live)
-    return bool(local.shape == value.shape and local.dtype == value.dtype)
+    strided = live.layout is value.layout is torch.strided  # a sparse tensor has no memory that could be written to
+    return bool(strided and local.shape == value.shape and local.dtype == value.dtype)
 
 
 def _same_array(live: Any, value: Any) -> bool:
@@ -161,6 +177,8 @@ def unfit(made: Given, layout: Layout, among: Mapping[str, Any] | None = None) -
 
 
 def _differences(live: Any, node: Any, section: Section, path: str) -> list[str]:
+    if isinstance(node, Pickled):  # it comes back as an object of its own
+        return []
     if isinstance(live, Tensor):
         return _tensor_differs(live, node, section, path)
     found: list[str] = []
@@ -180,6 +198,9 @@ def _children(container: Any) -> list[tuple[Any, Any]]:
 
 
 def _tensor_differs(live: Tensor, node: Any, section: Section, path: str) -> list[str]:
+    if is_sharded_tensor(live) and isinstance(node, Pieces):
+        whole = tuple(live.size())
+        return [] if whole == node.shape else [f"{path} was saved as {list(node.shape)} and is {list(whole)}"]
     if not isinstance(node, Ref) or section.leaves[node.leaf].kind != "tensor":
         return [f"{path} is a tensor here and none in the saved state"]
     leaf, local = section.leaves[node.leaf], local_of(live)
@@ -198,7 +219,9 @@ def in_our_words(text: str) -> str:
     text = text.replace("what run.steps was given", "what it was given").replace(
         "but run.steps was not given it", "and not given"
     )
-    return text.replace("another --checkpoint-dir", "another directory").replace("choose another keyword", "rename it")
+    text = text.replace("another --checkpoint-dir", "another directory").replace("choose another keyword", "rename it")
+    text = text.replace("ive --checkpoint-dir", "ive the Checkpointer")
+    return text.replace("--grace is how", "grace= is how")
 
 
 def check_name(step: Any) -> int:

@@ -88,6 +88,7 @@ class Book:
         self._changed = threading.Condition()
         self._open: dict[int, weakref.ref[Handle]] = {}
         self._untold: list[str] = []
+        self._heard: set[str] = set()  # what was raised: it is told once
         self._lost = ""
 
     def open(self, number: int, step: int) -> Handle:
@@ -129,18 +130,20 @@ class Book:
     def add(self, problems: list[str]) -> None:
         """Failures that have no handle."""
         with self._changed:
-            self._untold += [text for text in problems if text not in self._untold]
+            self._untold += [text for text in problems if text not in self._untold and text not in self._heard]
 
     def failures(self) -> list[str]:
         """Take what nobody has been told of."""
         with self._changed:
             told, self._untold = self._untold, []
+            self._heard.update(told)
             return told
 
     def check(self, fate: Fate) -> None:
         """Raise where it failed; so it has been told."""
         if fate.what == "failed":
             with self._changed:
+                self._heard.update(text for text in self._untold if fate.text in text)
                 self._untold = [text for text in self._untold if fate.text not in text]
             raise CheckpointError(f"the checkpoint of step {fate.step} was not saved: {fate.text}")
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from everstep import environ
+from everstep.checkpoint.given import in_our_words
 from everstep.errors import CheckpointError, ConfigurationError, ExitCode, UsageError
 from everstep.process import detach, mark
 from everstep.recovery.link import Link, LinkClosed
@@ -87,7 +88,7 @@ def _welcome(link: Link, rank: int) -> Message:
             case "ckpt.refused":
                 code = int(message["code"])
                 kinds = {int(ExitCode.CONFIGURATION): ConfigurationError, int(ExitCode.USAGE): UsageError}
-                raise kinds.get(code, CheckpointError)(message["text"])
+                raise kinds.get(code, CheckpointError)(in_our_words(str(message["text"])))
             case "ckpt.waiting" if rank == 0:
                 say(str(message["text"]))
             case _:

@@ -8,9 +8,13 @@ what a restore begins from. Ranks come over a socket; each is also watched by th
     rank ─▶ ckpt.checked {ask, fits, text}          ─▶ ckpt.go {ask}, another ckpt.plan, or ckpt.misfit {ask, text}
     rank ─▶ ckpt.close                              ─▶ ckpt.closed {problems} when all have closed and all is written
 
-Rule 1: it ends when its ranks have ended, closed or not, and what was begun is written: at the latest FINISH_S later.
+A plan that is read from a directory comes with a line to a process that reads it (reading_beside.py).
+
+Rule 1: it ends when its ranks have ended, closed or not, and what was begun is written: at the latest FINISH_S later,
+    and where the storage has taken nothing for the grace time as soon as that has passed.
 Rule 2: what the ranks left in memory and is newer than what is durable is written before it ends.
 Rule 3: a rank that is gone ends no write.
+Rule 4: it makes no call to a directory itself: such a call may never return.
 
 usage: python -m everstep.checkpoint.keeper LINK_FD [LISTENING_FD] (then packets: ckpt.begin)
 """
@@ -26,12 +30,12 @@ from typing import Any
 
 from everstep.checkpoint.asked_shelf import AskedShelf
 from everstep.checkpoint.core.retention import Keep
+from everstep.checkpoint.keeper_claims import Claims, KeeperHold
 from everstep.checkpoint.keeper_host import KeeperHost
 from everstep.checkpoint.keeper_ledger import KeeperLedger
 from everstep.checkpoint.ondemand import OnDemand
 from everstep.checkpoint.restoring import Restoring
 from everstep.checkpoint.shares import shares
-from everstep.checkpoint.sole import SoleUse
 from everstep.clock import SYSTEM
 from everstep.errors import EverstepError, ExitCode
 from everstep.process import kernel
@@ -44,7 +48,6 @@ from everstep.telemetry import say
 MEET_S = 300.0
 FINISH_S = 600.0
 PATROL_S = 2.0
-CLAIM_S = 0.05
 _PEER = struct.Struct("3i")
 
 
@@ -55,10 +58,10 @@ class Keeper:
         self._loop, self._door = loop, door
         self._unnamed: list[Line] = []
         self._pidfds: dict[int, int] = {}
-        self._closing: set[int] = set()
+        self._closing: dict[int, int] = {}  # rank → its question
         self._gone: dict[int, str] = {}
         self._host: KeeperHost | None = None
-        self._sole: list[SoleUse] = []  # as soon as all ranks have come
+        self._claims: Claims | None = None  # as soon as all ranks have come
         self._finishing = self._welcomed = self._left = False
         self._settings: Mapping[str, Any] = {}
         self._first = self._enter(first)
@@ -104,10 +107,13 @@ class Keeper:
     def _begin(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
         shelf = AskedShelf(readers=len(settings["tiers"]))
-        skip = settings["on_busy"] == "skip"
+        skip, grace_s = settings["on_busy"] == "skip", float(settings["grace"])
+        self._holds = [KeeperHold(tier["directory"]) for tier in settings["tiers"]]
         tiers = [
-            OnDemand(tier["directory"], share, Keep(**tier["keep"]), tier["tier"], skip=skip)
-            for tier, share in zip(settings["tiers"], shares(shelf, len(settings["tiers"])), strict=True)
+            OnDemand(hold.directory, share, Keep(**tier["keep"]), tier["tier"], skip=skip, hold=hold, grace_s=grace_s)
+            for tier, hold, share in zip(
+                settings["tiers"], self._holds, shares(shelf, len(settings["tiers"])), strict=True
+            )
         ]
         shelf.older = lambda: [
             one for tier in tiers for one in tier.committed() if shelf.only is None or one.step == shelf.only
@@ -136,27 +142,26 @@ class Keeper:
             self._loop.unwatch(self._door.fileno())
             self._door.close()
             self._door = None
-        for tier in host.tiers:
-            who = f"a Checkpointer of process {self._settings['pid']}"
-            self._sole.append(SoleUse(tier.directory, who, self._loop.clock))
-        self._claim(list(self._sole))
+        self._claims = Claims(self._loop, host.spawn, self._holds, float(self._settings["grace"]), host.tell)
+        who = f"a Checkpointer of process {self._settings['pid']}"
+        self._claims.take(who, FINISH_S, self._had, self._refuse)
 
-    def _claim(self, wanted: list[SoleUse]) -> None:
-        """Have the directories, one after the other; who holds one may be about to end."""
+    def _refuse(self, text: str, code: int) -> None:
+        assert self._host is not None
+        if not self._left:
+            self._host.tell({"kind": "ckpt.refused", "text": text, "code": code})
+            self._leave()
+
+    def _had(self) -> None:
+        """The directories are ours: begin."""
         host = self._host
         assert host is not None
         if self._left:
             return
         try:
-            while wanted and wanted[0].take(FINISH_S, lambda text: host.tell({"kind": "ckpt.waiting", "text": text})):
-                wanted.pop(0)
-            if wanted:
-                self._loop.later(CLAIM_S, lambda: self._claim(wanted))
-                return
             host.start()
         except EverstepError as error:
-            host.tell({"kind": "ckpt.refused", "text": str(error), "code": int(error.exit_code)})
-            self._leave()
+            self._refuse(str(error), int(error.exit_code))
             return
         self._welcomed = True
         for rank, told in host.enter().items():
@@ -166,7 +171,7 @@ class Keeper:
         self._look()
 
     def _too_late(self) -> None:
-        if self._welcomed or self._sole:
+        if self._welcomed or self._claims is not None:
             return
         host = self._host
         if host is not None:
@@ -181,7 +186,7 @@ class Keeper:
         assert self._host is not None
         match kind:
             case "ckpt.close":
-                self._closing.add(rank)
+                self._closing[rank] = int(message["ask"])
                 self._away(rank, "has closed its Checkpointer")
             case "ckpt.restore":
                 self._restoring.asked(rank, message)
@@ -194,6 +199,8 @@ class Keeper:
 
     def _ended(self, line: Line) -> None:
         """The other side of a line has hung up."""
+        if self._left:  # it is being closed
+            return
         host = self._host
         rank = None if host is None else host.rank_of(line)
         line.close()
@@ -233,8 +240,8 @@ class Keeper:
             return
         if not self._finishing:
             self._finishing = True
-            for sole in self._sole:
-                sole.ending()
+            if self._claims is not None:
+                self._claims.ending()
             host.rechecked = self._look
             self._loop.later(FINISH_S, self._leave)
         if host.drained():
@@ -246,17 +253,19 @@ class Keeper:
         self._loop.later(PATROL_S, self._patrol)
 
     def _leave(self) -> None:
+        if self._left:
+            return
         host, self._left = self._host, True
         if host is not None:
             problems = host.problems()
-            for rank in self._closing:
-                host.send(rank, {"kind": "ckpt.closed", "problems": problems})
+            if self._claims is not None and self._claims.problem:
+                problems.append(self._claims.problem)
+            for rank, ask in self._closing.items():
+                host.send(rank, {"kind": "ckpt.closed", "ask": ask, "problems": problems})
             if problems and len(self._closing) < host.world_size and self._welcomed:
                 say("; ".join(problems))
             host.close()
             host.ledger.close(problems)
-        for sole in self._sole:
-            sole.close()
         self._loop.stop()
 
     def run(self) -> None:

@@ -1,6 +1,7 @@
 """What the keeper offers the shelf and the tiers that ride on it: lines to ranks, and writers.
 
-Writers are forked from the keeper, which has one thread and no torch: they begin in milliseconds. They end with it.
+Writers, holders and readers are forked from the keeper, which has one thread and no torch: they begin in milliseconds.
+They end with it, but for one that stands in a call to a device that nothing ends: nobody waits for that.
 """
 
 import os
@@ -9,9 +10,11 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
+from everstep.checkpoint import reading_beside
 from everstep.checkpoint.asked_shelf import AskedShelf
+from everstep.checkpoint.keeper_claims import Claims
 from everstep.checkpoint.keeper_ledger import KeeperLedger
 from everstep.checkpoint.ondemand import OnDemand
 from everstep.checkpoint.tier_settings import MAIN
@@ -23,6 +26,21 @@ from everstep.recovery.core.words import Incarnation, Member, Roster
 from everstep.recovery.line import Line
 from everstep.recovery.link import Link
 from everstep.telemetry import boot_id, say
+
+BURY_S = 1.0
+"""How long the end waits for helpers that were killed: one that is stuck in the kernel is left behind."""
+
+
+class Owner(Protocol):
+    """To whom a helper's words and end come."""
+
+    def on_child_message(self, child: Child, message: Message, fds: Sequence[int]) -> None:
+        """See `Companion.on_child_message`."""
+        ...
+
+    def on_child_exit(self, child: Child, status: int) -> None:
+        """See `Companion.on_child_exit`."""
+        ...
 
 
 class Writer:
@@ -61,7 +79,8 @@ class KeeperHost:
         self.lines: dict[int, Line] = {}
         self.generation = -1
         self.rechecked: Callable[[], None] = lambda: None
-        self._writers: dict[int, tuple[Writer, Companion]] = {}
+        self._writers: dict[int, tuple[Writer, Owner]] = {}
+        self._readers: dict[int, int] = {}  # process → its pidfd
         self._closed = False
         self.taken_s: dict[tuple[int, int], float] = {}  # when each buffer was filled, by rank and buffer
 
@@ -116,7 +135,9 @@ class KeeperHost:
 
     def problems(self) -> list[str]:
         """What went wrong and has no handle of its own."""
-        return [text for tier in self.tiers for text in tier.problems()]
+        return [
+            text if tier.tier == MAIN else f"{tier.tier}: {text}" for tier in self.tiers for text in tier.problems()
+        ]
 
     def tell(self, message: Message) -> None:
         """Say something to every rank."""
@@ -136,10 +157,17 @@ class KeeperHost:
         self._closed = True
         for tier in self.tiers:
             tier.close()
-        for writer, _ in list(self._writers.values()):
-            writer.kill()
+        left = [*self._writers, *self._readers]
+        for writer, owner in list(self._writers.values()):
+            if not isinstance(owner, Claims):  # a holder gives its claim up by itself when its line closes
+                writer.kill()
             self._forget(writer)
-            os.waitpid(writer.pid, 0)
+        for pid, pidfd in self._readers.items():
+            self._loop.unwatch(pidfd)
+            os.close(pidfd)
+            kernel.kill(pid)
+        self._readers.clear()
+        self._bury(left)
         self.shelf.close()
         for line in self.lines.values():
             line.close()
@@ -152,13 +180,38 @@ class KeeperHost:
         if line is not None:
             line.send(message, fds)
 
-    def spawn(self, name: str, entry: str, arguments: Mapping[str, Any], owner: Companion) -> Child:
+    def reader(self, rank: int, message: Message) -> None:
+        """Send `message`, and with it a rank's line to a process that reads directories for it."""
+        ours, theirs = Link.pair()
+        pid = os.fork()
+        if not pid:
+            _child(theirs.detach(), reading_beside.ENTRY, {}, "everstep-reader")
+        theirs.close()
+        self._readers[pid] = os.pidfd_open(pid)
+        self._loop.watch(self._readers[pid], lambda: self._reader_gone(pid))
+        self.send(rank, message, [ours.fileno()])
+        ours.close()
+
+    def _reader_gone(self, pid: int) -> None:
+        pidfd = self._readers.pop(pid)
+        self._loop.unwatch(pidfd)
+        os.close(pidfd)
+        os.waitpid(pid, 0)
+
+    def _bury(self, pids: list[int]) -> None:
+        deadline = self.clock.now() + BURY_S
+        while pids and self.clock.now() < deadline:
+            pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+            if pids:
+                self.clock.sleep(0.002)
+
+    def spawn(self, name: str, entry: str, arguments: Mapping[str, Any], owner: Owner) -> Child:
         """Fork a helper whose words and end come to `owner`."""
         ours, theirs = Link.pair()
         words = {**arguments, "training": self._settings["training"]}
         pid = os.fork()
         if not pid:
-            _child(theirs.detach(), entry, words)
+            _child(theirs.detach(), entry, words, f"everstep-{name}")
         theirs.close()
 
         def heard(message: dict[str, Any], fds: list[int]) -> None:
@@ -191,7 +244,7 @@ class KeeperHost:
         for tier in self.tiers:
             tier.on_tick(now)
 
-    def _buried(self, writer: Writer, owner: Companion) -> None:
+    def _buried(self, writer: Writer, owner: Owner) -> None:
         self._forget(writer)
         _, status = os.waitpid(writer.pid, 0)
         if not self._closed:
@@ -232,13 +285,14 @@ class _OwnHost:
         self._host.recheck()
 
 
-def _child(line: int, entry: str, arguments: Mapping[str, Any]) -> None:
+def _child(line: int, entry: str, arguments: Mapping[str, Any], name: str) -> None:
     """What a forked helper runs: its line, the standard streams, and nothing else of the keeper's."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         low = os.dup2(line, 3) if line != 3 else 3  # noqa: PLR2004 - the first above the standard streams
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        kernel.name_process(name)
         module, _, function = entry.partition(":")
         getattr(import_module(module), function)(Link.from_fd(low), **arguments)
         code = 0

@@ -65,7 +65,7 @@ class KeeperLine:
         return self.answer(timeout_s)
 
     def answer(self, timeout_s: float | None = None) -> Message:
-        """Wait for the next answer to the last question."""
+        """Wait for the next answer to the last question; `fds` of it are the caller's to close."""
         deadline = None if timeout_s is None else SYSTEM.now() + timeout_s
         while True:
             left = LOOK_S if deadline is None else min(LOOK_S, deadline - SYSTEM.now())
@@ -75,6 +75,8 @@ class KeeperLine:
                 message = self._answers.get(timeout=left)
                 if message.get("ask") == self._asks:
                     return message
+                for fd in message["fds"]:
+                    os.close(fd)
                 continue
             dead = self.dead()
             if dead:
@@ -137,9 +139,7 @@ class KeeperLine:
                 self._on_lost(self.lost)
             return False
         if str(message["kind"]).startswith("ckpt."):
-            for fd in fds:
-                os.close(fd)
-            self._answers.put(message)
+            self._answers.put({**message, "fds": fds})
         else:
             self._on_message(message, fds)
         return True

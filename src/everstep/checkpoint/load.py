@@ -29,6 +29,7 @@ from everstep.checkpoint.core.manifest import Entry, Manifest, checksum
 from everstep.checkpoint.core.reshard import Digest, Piece, Resharded
 from everstep.checkpoint.core.runs import Run, contiguous, runs
 from everstep.checkpoint.storage import opening
+from everstep.checkpoint.storage.opening import Opening
 from everstep.errors import CheckpointError, DamagedCheckpoint
 
 PIECE = 4 << 20
@@ -153,9 +154,9 @@ class State:
 class _Files:
     """The data files of one checkpoint, opened as they are needed. Any thread."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, through: Opening) -> None:
         self.path = path
-        self._source = opening.reading(path)
+        self._source = through(path)
 
     def where(self, name: str) -> str:
         return os.path.join(self.path, name)
@@ -224,15 +225,18 @@ class _Files:
             raise DamagedCheckpoint(f"{self.where(entry.file)}: {error.strerror or error}") from error
 
 
-def open_for(path: str, taker: Taker) -> State:
-    """Open the checkpoint at `path` for a rank of any world. DamagedCheckpoint names the wound."""
-    manifest = opening.read_manifest(path)
+def open_for(path: str, taker: Taker, through: Opening = opening.reading) -> State:
+    """Open the checkpoint at `path` for a rank of any world. DamagedCheckpoint names the wound.
+
+    `through`: who reads it; another process, where nobody may wait for the storage.
+    """
+    manifest = opening.read_manifest(path, through)
     if manifest.world_size == taker.world_size:
-        state = _open(path, manifest, taker.rank)
+        state = _open(path, manifest, taker.rank, through)
         if taker.divided_as(state.layout):
             return state
         state.close()
-    return _open_resharded(path, manifest, taker)
+    return _open_resharded(path, manifest, taker, through)
 
 
 def open_checkpoint(path: str, rank: int, world_size: int) -> State:
@@ -246,19 +250,19 @@ def open_checkpoint(path: str, rank: int, world_size: int) -> State:
     return _open(path, manifest, rank)
 
 
-def saved_layouts(path: str, manifest: Manifest) -> list[Layout]:
+def saved_layouts(path: str, manifest: Manifest, through: Opening = opening.reading) -> list[Layout]:
     """Read the descriptions of all ranks that saved, in order. DamagedCheckpoint names the wound."""
-    return [_layout(path, manifest, rank) for rank in range(manifest.world_size)]
+    return [_layout(path, manifest, rank, through) for rank in range(manifest.world_size)]
 
 
-def _open(path: str, manifest: Manifest, rank: int) -> State:
-    layout = _layout(path, manifest, rank)
+def _open(path: str, manifest: Manifest, rank: int, through: Opening = opening.reading) -> State:
+    layout = _layout(path, manifest, rank, through)
     found = _Lookup(path, manifest, {rank: layout})
-    return State(path, manifest, layout, _Files(path), lambda leaf: (_Part(found.entry(rank, leaf)),))
+    return State(path, manifest, layout, _Files(path, through), lambda leaf: (_Part(found.entry(rank, leaf)),))
 
 
-def _open_resharded(path: str, manifest: Manifest, taker: Taker) -> State:
-    saved = saved_layouts(path, manifest)
+def _open_resharded(path: str, manifest: Manifest, taker: Taker, through: Opening) -> State:
+    saved = saved_layouts(path, manifest, through)
     found = _Lookup(path, manifest, dict(enumerate(saved)))
     made = taker.reshard(saved, lambda rank, leaf: found.entry(rank, leaf.path).xxh3)
 
@@ -270,7 +274,7 @@ def _open_resharded(path: str, manifest: Manifest, taker: Taker) -> State:
             _Part(found.entry(piece.rank, piece.source.path), piece) for piece in pieces if piece.source.nbytes
         )
 
-    return State(path, manifest, made.layout, _Files(path), parts, made.refused, made.told)
+    return State(path, manifest, made.layout, _Files(path, through), parts, made.refused, made.told)
 
 
 class _Lookup:
@@ -307,19 +311,19 @@ def _count(shape: Sequence[int]) -> int:
     return made
 
 
-def _layout(path: str, manifest: Manifest, rank: int) -> Layout:
-    layout = Layout.from_json(_description(path, manifest, rank))
+def _layout(path: str, manifest: Manifest, rank: int, through: Opening) -> Layout:
+    layout = Layout.from_json(_description(path, manifest, rank, through))
     if (layout.rank, layout.world_size) != (rank, manifest.world_size):
         raise DamagedCheckpoint(f"{path}/{names.layout(rank)}: describes rank {layout.rank} of {layout.world_size}")
     return layout
 
 
-def _description(path: str, manifest: Manifest, rank: int) -> bytes:
+def _description(path: str, manifest: Manifest, rank: int, through: Opening) -> bytes:
     where, fact = os.path.join(path, names.layout(rank)), manifest.files.get(names.layout(rank))
     if fact is None:
         raise DamagedCheckpoint(f"{path}/{names.MANIFEST}: names no description of rank {rank}")
     try:
-        content = opening.content(path, names.layout(rank), fact.bytes)
+        content = opening.content(path, names.layout(rank), fact.bytes, through)
     except OSError as error:
         raise DamagedCheckpoint(f"{where}: {error.strerror or error}") from error
     if (len(content), checksum(content)) != (fact.bytes, fact.xxh3):

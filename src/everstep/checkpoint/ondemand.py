@@ -16,21 +16,30 @@ Rule 1: a rank that is gone wrote its last word into its buffers: this side spea
 Rule 2: earlier numbers without a fate share that of a later one, unless it is said `alone`: they were left out for it
 and are coalesced when it is durable, failed when it fails.
 Rule 3: a number whose ranks do not name one step is refused by name: two states have one number.
+Rule 4: storage that has taken nothing for the grace time is stuck: the save that waits for it fails by name, and every
+other at once, until it takes something again. A stuck writer's buffer is free: its header tells what became of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from everstep.checkpoint.core import commit, retention
 from everstep.checkpoint.core.findings import Findings
 from everstep.checkpoint.disk import Disk
+from everstep.checkpoint.holder import Hold
+from everstep.checkpoint.patience import GRACE_S
 from everstep.checkpoint.source import Source
+from everstep.checkpoint.storage import opening
+from everstep.checkpoint.storage.fsspec_bucket import deadline_s
 from everstep.events import TierEvent
-from everstep.recovery.api import Message
+from everstep.recovery.api import Child, Message
 from everstep.recovery.core.words import Roster
 
 AHEAD_S = 0.5
 """A number that was asked ahead and that no rank comes to in this time is asked no more: the loop has paused."""
+LOOK_S = 0.05
+DESCRIBE_S = 60.0
+"""What describes a checkpoint for DCP is loaded once, which takes its time, and no storage."""
 MOST_AHEAD = 64
 REMEMBERED = 16
 """Numbers of which it is known what lies where: more than a rank has buffers."""
@@ -51,10 +60,22 @@ class OnDemand(Disk):
     """Companion of one directory. `skip`: what comes while a save is written is not saved, rather than coalesced."""
 
     def __init__(
-        self, directory: str, shelf: Source, keep: retention.Keep | int | None, tier: str, *, skip: bool = False
+        self,
+        directory: str,
+        shelf: Source,
+        keep: retention.Keep | int | None,
+        tier: str,
+        *,
+        skip: bool = False,
+        hold: Hold | None = None,
+        grace_s: float = GRACE_S,
     ) -> None:
-        super().__init__(directory, 1, shelf, keep, tier)
+        super().__init__(directory, 1, shelf, keep, tier, hold=hold, grace_s=grace_s)
         self._skip = skip
+        self._limit_s = grace_s + (deadline_s() if opening.is_url(self.directory) else 0.0)  # a store has its own
+        self._stuck = ""  # why no save is begun
+        self._described = False  # a first one was
+        self.changed_s: dict[int, float] = {}  # wall time at which a checkpoint became durable, by step
         self.wounds: list[tuple[int, str]] = []  # step, sentence: found when the directory was taken
         self._offers: dict[int, _Offer] = {}
         self._newest: dict[int, int] = {}  # the last number of each rank
@@ -114,14 +135,46 @@ class OnDemand(Disk):
     def on_tick(self, now: float) -> None:
         """See `Companion.on_tick`."""
         super().on_tick(now)
+        self._look_whether_it_moves(now)
         ahead = self._ask is not None and self._number > max(self._newest.values(), default=0)
         if ahead and now - self._asked_s >= AHEAD_S:
             self._lates = 1
             self._not_whole("no rank came to it")
 
+    def on_child_message(self, child: Child, message: Message, fds: Sequence[int]) -> None:
+        """See `Companion.on_child_message`: whatever a writer says, its storage moves."""
+        self._stuck = ""
+        super().on_child_message(child, message, fds)
+
+    def _all_staged(self, save: commit.Save) -> None:
+        super()._all_staged(save)
+        self._host.later(self._limit_s)
+
+    def _look_whether_it_moves(self, now: float) -> None:
+        save = self._save
+        if save is None or save.phase not in (commit.Phase.WRITING, commit.Phase.MERGING):
+            return
+        silent, limit = self._patience.silent_s(now), self._limit_s
+        if save.phase is commit.Phase.MERGING and not self._described:
+            limit += DESCRIBE_S
+        if silent < limit:
+            self._host.later(limit - silent + LOOK_S)
+            return
+        self._stuck = (
+            f"its storage has taken nothing for {silent:.0f} s: it is stuck, or gone. See whether `ls "
+            f"{self.directory}` returns, and mend the mount; grace= is how long it is waited for"
+        )
+        missing = sorted(set(range(save.world_size)) - set(save.written))
+        self._hear(save.token, commit.Refused(missing[0] if missing else save.merger, self._stuck))
+
+    def _save_last(self) -> None:
+        if not self._stuck:
+            super()._save_last()
+
     def _take_stock(self, findings: Findings) -> None:
         """What is whole is known; what is not is named, and never in the way of what is."""
         self.inventory.know(findings)
+        self.changed_s = {one.step: one.changed_s for one in findings.found}
         for wound in findings.wounds:
             text = f"{wound.file} {wound.reason}"
             self.wounds.append((wound.step, f"step {wound.step} on {self.tier} is damaged ({text})"))
@@ -200,7 +253,7 @@ class OnDemand(Disk):
                 self._settle_the_forgotten()
                 return
             number = next((n for n in due if all(self._speaks(rank, n) for rank in self._away)), None)
-            if number is None or self._writers.given_up:
+            if number is None or self._writers.given_up or self._stuck:
                 self._settle(due[0], FAILED, self._hopeless(due[0]))
                 continue
             for beyond in [n for n in due if n > number]:
@@ -293,6 +346,8 @@ class OnDemand(Disk):
     def _hopeless(self, number: int) -> str:
         if self._writers.given_up:
             return self._problems[-1] if self._problems else "no writer can be kept alive"
+        if self._stuck:
+            return self._stuck
         rank = next(r for r in self._away if not self._speaks(r, number))
         return f"rank {rank} {self._away[rank]} and has left no snapshot of it"
 
@@ -343,6 +398,7 @@ class OnDemand(Disk):
 
     def _durable(self, save: commit.Save, size: int, seconds: float) -> None:
         """Also give up what the ranks have gone back behind: whoever restores the newest would come back to it."""
+        self.changed_s[save.step], self._described = self._host.clock.wall(), True
         behind = sorted((self._left_behind & self.inventory.complete) - {save.step})
         self._left_behind = frozenset()
         if behind and self._writers.prune(self._folders(behind), []):

@@ -13,8 +13,10 @@ from everstep.checkpoint.core.plan import MEMORY
 from everstep.checkpoint.given import Given, in_our_words, unfit
 from everstep.checkpoint.keeper_line import KeeperLine
 from everstep.checkpoint.load import open_for
+from everstep.checkpoint.reading_beside import Beside
 from everstep.checkpoint.snapshot import Snapshotter
 from everstep.checkpoint.tier_client import TierClient
+from everstep.checkpoint.tier_settings import GRACE_S
 from everstep.checkpoint.walk import StateWalk
 from everstep.errors import CheckpointError, ConfigurationError, DamagedCheckpoint, EverstepError, StateMismatch
 
@@ -61,11 +63,21 @@ class Restorer:
     """Leads one restore on this rank."""
 
     def __init__(
-        self, line: KeeperLine, snapshotter: Snapshotter, tiers: Mapping[str, TierClient], rank: int, world_size: int
+        self,
+        line: KeeperLine,
+        snapshotter: Snapshotter,
+        tiers: Mapping[str, TierClient],
+        rank: int,
+        world_size: int,
+        *,
+        allow_pickle: bool = False,
+        grace_s: float = GRACE_S,
     ) -> None:
         self._line, self._snapshotter, self._tiers = line, snapshotter, tiers
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._allow_pickle = rank, world_size, allow_pickle
+        self._grace_s = grace_s
         self._found: _Found | None = None
+        self._beside: Beside | None = None
         self._error: EverstepError | TypeError | None = None
 
     def restore(self, made: Given, step: int | None, *, strict: bool) -> Restored | None:
@@ -93,6 +105,7 @@ class Restorer:
     def _checked(self, plan: Mapping[str, Any], made: Given, *, strict: bool) -> tuple[str, str]:
         """Read and compare; return what to say of it."""
         self._let_go()
+        self._beside = Beside(plan["fds"][0], self._grace_s) if plan["fds"] else None
         self._error = None
         self._snapshotter.begin(self._rank, self._world_size, plan["told"]["snapshot"])
         source = plan["told"]["snapshot"]["restore"]
@@ -117,26 +130,30 @@ class Restorer:
 
     def _compared(self, source: Mapping[str, Any], made: Given, *, strict: bool) -> _Found:
         """Read and verify all of it, and say what does not fit: StateMismatch, or, not `strict`, what is left out."""
-        walk = StateWalk(made.objects, rank=self._rank, world_size=self._world_size)
+        walk = self._walk(made.objects)
         if source["tier"] == MEMORY:
             memory = self._snapshotter.source()
             assert memory is not None
             found = _Found(walk, *memory)
         else:
-            saved = open_for(source["path"], walk)
+            assert self._beside is not None, "a plan from a directory comes with who reads it"
+            saved = open_for(source["path"], walk, self._beside)
             found = _Found(walk, saved.layout, saved.bytes_of, saved.refused, saved.close)
             self._found = found  # closed in any case
             saved.prepare()
         wrong = unfit(made, found.layout)
         if not strict:
             objects = {name: thing for name, thing in made.objects.items() if name not in wrong}
-            found.walk = StateWalk(objects, rank=self._rank, world_size=self._world_size)
+            found.walk = self._walk(objects)
             found.left_out = [text for texts in wrong.values() for text in texts]
             return found
         problems = [*walk.problems(found.layout, found.refused), *(text for texts in wrong.values() for text in texts)]
         if problems:
             raise StateMismatch("; ".join(problems))
         return found
+
+    def _walk(self, objects: Mapping[str, Any]) -> StateWalk:
+        return StateWalk(objects, rank=self._rank, world_size=self._world_size, allow_pickle=self._allow_pickle)
 
     def _written(self, plan: Mapping[str, Any], *, strict: bool) -> Restored | None:
         found = self._found
@@ -158,3 +175,6 @@ class Restorer:
         found, self._found = self._found, None
         if found is not None:
             found.close()
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside.close()

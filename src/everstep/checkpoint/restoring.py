@@ -5,7 +5,6 @@ all ranks ask ──▶ a plan ──▶ each reads, verifies and compares ─�
                     └────────────────────┘ one cannot take it: misfit, for all, and nothing was written
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,11 +72,22 @@ class Restoring:
         told = self._host.enter(step)
         plan = self._host.shelf.plan
         assert plan is not None
+        lost = [text for tier in self._host.tiers for _, text in tier.wounds] + self._struck
+        if plan.step is None and not plan.unfit and lost:
+            told_of = "; ".join(dict.fromkeys(lost))
+            self._misfit(
+                f"nothing that is saved is whole ({told_of}). To begin anew, move it away: nothing was deleted"
+            )
+            return
         newer = [text for tier in self._host.tiers for at, text in tier.wounds if at > (plan.step or 0)]
         why = "; ".join([plan.reason, *newer, *self._struck])
         body = {"kind": "ckpt.plan", "step": plan.step, "tier": plan.tier, "age_s": self._age(plan), "why": why}
         for rank, message in self._asked.items():
-            self._host.send(rank, {**body, "ask": message["ask"], "told": told[rank], "unfit": plan.unfit})
+            answer = {**body, "ask": message["ask"], "told": told[rank], "unfit": plan.unfit}
+            if plan.step is None or plan.tier == MEMORY:
+                self._host.send(rank, answer)
+            else:
+                self._host.reader(rank, answer)
 
     def _there(self) -> set[int]:
         """Steps that every rank can have."""
@@ -93,11 +103,9 @@ class Restoring:
             return round(max(0.0, self._host.clock.wall() - min(taken)), 3)
         if plan.committed is None:
             return 0.0
-        try:
-            changed = os.stat(plan.committed.where["path"]).st_mtime
-        except OSError:
-            return 0.0
-        return round(max(0.0, self._host.clock.wall() - changed), 3)
+        tier = next(one for one in self._host.tiers if one.tier == plan.tier)
+        changed = tier.changed_s.get(plan.committed.step)
+        return 0.0 if changed is None else round(max(0.0, self._host.clock.wall() - changed), 3)
 
     def _go(self) -> None:
         plan = self._host.shelf.plan

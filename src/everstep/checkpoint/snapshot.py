@@ -103,24 +103,24 @@ class Snapshotter:
             self._keep({})  # state follows the rank number (EXPERIMENTS B6)
         self.rank, self.world_size, self.instructions = rank, world_size, instructions
 
-    def bind(self, state: Mapping[str, object]) -> None:
-        """Take the objects whose state is kept, and have buffers that hold it.
+    def bind(self, state: Mapping[str, object], *, allow_pickle: bool = False) -> None:
+        """Take the objects whose state is kept, and have buffers that hold it. `allow_pickle`: see `StateWalk`.
 
         Raises TypeError naming what cannot be kept, MemoryShortage where the node cannot hold the snapshots.
         """
-        self.walk = StateWalk(state, rank=self.rank, world_size=self.world_size)
+        self.walk = StateWalk(state, rank=self.rank, world_size=self.world_size, allow_pickle=allow_pickle)
         self._on_device = self.walk.on_device()
         self._stager = DeviceStager(self.walk.optimizers) if self._on_device else HostStager()
         self._attach(self.walk.estimate())
 
-    def rebind(self, state: Mapping[str, object]) -> None:
+    def rebind(self, state: Mapping[str, object], *, allow_pickle: bool = False) -> None:
         """Take other objects in the same generation: what is saved has changed. Raises as `bind` does."""
         self._finish_pending()
         self._stager.close()
         if not self._sets:
-            self.bind(state)
+            self.bind(state, allow_pickle=allow_pickle)
             return
-        self.walk = StateWalk(state, rank=self.rank, world_size=self.world_size)
+        self.walk = StateWalk(state, rank=self.rank, world_size=self.world_size, allow_pickle=allow_pickle)
         self._on_device = self.walk.on_device()
         self._stager = DeviceStager(self.walk.optimizers) if self._on_device else HostStager()
         size = self.walk.estimate()

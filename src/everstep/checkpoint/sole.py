@@ -4,6 +4,7 @@ A successor of one whose ranks have ended (torchrun starts them again) waits for
 state that they left, and that is where the successor goes on. Any other is refused at once.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -51,7 +52,7 @@ class SoleUse:
         self._began, self._told = self._clock.now(), False
         try:
             os.makedirs(self._directory, exist_ok=True)
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigurationError(
                 f"the checkpoint directory {self._directory} cannot be made or written to: {error.strerror}. Give the "
@@ -70,7 +71,7 @@ class SoleUse:
 
     def _locked(self) -> bool:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._flock()
         except BlockingIOError:
             return False
         except OSError as error:
@@ -79,6 +80,17 @@ class SoleUse:
                 f"{error.strerror}. Give the Checkpointer a directory whose file system has flock."
             ) from error
         return True
+
+    def _flock(self) -> None:
+        """Open for reading alone, so that whoever must may mount the file system read-only; NFS wants it writable."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            os.close(self._fd)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _holder(self) -> dict[str, Any]:
         try:
@@ -100,10 +112,16 @@ class SoleUse:
         told = {"pid": os.getpid(), "host": socket.gethostname(), "who": self._who, "ending": ending}
         content = json.dumps(told).encode()
         try:
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, content, 0)
-        except OSError:  # a full disk: the lock holds without its words
+            fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:  # a read-only one: the lock holds without its words
             return
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, content, 0)
+        except OSError:  # a full disk
+            return
+        finally:
+            os.close(fd)
 
 
 def _name(holder: dict[str, Any]) -> str:

@@ -22,4 +22,4 @@ def _known(found: catalog.Found) -> Known:
     manifest = found.manifest
     if manifest is None:
         return Known(found.step, found.complete, None)
-    return Known(found.step, found.complete, manifest.world_size, manifest.metrics)
+    return Known(found.step, found.complete, manifest.world_size, manifest.metrics, found.changed_s)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from everstep.checkpoint.given import in_our_words
 from everstep.checkpoint.handles import Book
 from everstep.checkpoint.snapshot import Snapshotter, Taken
 from everstep.errors import CheckpointError
@@ -59,9 +60,8 @@ class TierClient:
                 with contextlib.suppress(CheckpointError):
                     self._asked(int(message["ask"]), int(message["number"]))
             case "fate" if self._told:
-                self._book.settle(
-                    message["number"], message["step"], message["what"], message["text"], alone=message["alone"]
-                )
+                text = in_our_words(message["text"])
+                self._book.settle(message["number"], message["step"], message["what"], text, alone=message["alone"])
             case "fate" if message["what"] == "failed":
                 text = f"{self._tier}: the checkpoint of step {message['step']} was not saved: {message['text']}"
                 self._book.add([text])

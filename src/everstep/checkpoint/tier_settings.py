@@ -1,15 +1,22 @@
 """What a Checkpointer is told about its tiers, checked and put in order."""
 
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from everstep.checkpoint.core.retention import Keep, keep_of
+from everstep.checkpoint.storage import opening
 from everstep.errors import UsageError
 
 MAIN, LOCAL, MEMORY, PEER = "disk", "local", "memory", "peer"
+GRACE_S = 60.0
 BUSY = ("coalesce", "block", "skip")
+
+
+_MANGLED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class Settings:
     on_busy: str
     tiers: tuple[TierSettings, ...]  # the main one first
     memory: int | None  # interval of snapshots beside those that the directories take
+    grace: float = GRACE_S  # seconds
 
     @property
     def intervals(self) -> dict[str, int]:
@@ -51,10 +59,18 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
-        return {"on_busy": self.on_busy, "memory": self.memory, "tiers": [asdict(one) for one in self.tiers]}
+        tiers = [asdict(one) for one in self.tiers]
+        return {"on_busy": self.on_busy, "memory": self.memory, "grace": self.grace, "tiers": tiers}
 
 
-def settings_of(directory: str, interval: int, on_busy: str, keep: Keep | int | None, tiers: Tiers | None) -> Settings:
+def settings_of(
+    directory: str,
+    interval: int,
+    on_busy: str,
+    keep: Keep | int | None,
+    tiers: Tiers | None,
+    grace: float = GRACE_S,
+) -> Settings:
     """Check and order what was given. UsageError for what cannot be meant."""
     if on_busy not in BUSY:
         raise UsageError(f"on_busy={on_busy!r}: write one of {', '.join(map(repr, BUSY))}")
@@ -65,17 +81,34 @@ def settings_of(directory: str, interval: int, on_busy: str, keep: Keep | int | 
     if strange:
         raise UsageError(f"tiers: {sorted(strange)[0]!r} is no tier; there are {MEMORY!r}, {LOCAL!r} and {MAIN!r}")
     main = asked.get(MAIN, interval)
-    made = [TierSettings(MAIN, os.path.abspath(directory), _interval(MAIN, main), keep_of(keep))]
+    made = [TierSettings(MAIN, _place(directory), _interval(MAIN, main), keep_of(keep))]
     local = asked.get(LOCAL)
     if local is not None:
         if not isinstance(local, Local):
             raise UsageError(f"tiers: {LOCAL!r} is {local!r}; give it Local(directory, interval)")
-        where = os.path.abspath(os.fspath(local.directory))
-        if os.path.realpath(where) == os.path.realpath(made[0].directory):
+        where = _place(os.fspath(local.directory))
+        if opening.is_url(where):
+            raise UsageError(f"tiers: {LOCAL!r} is {where}, which is no directory of this node; give it a path")
+        if where == made[0].directory:
             raise UsageError(f"tiers: {LOCAL!r} and {MAIN!r} are one directory, {where}; give each its own")
         made.append(TierSettings(LOCAL, where, _interval(LOCAL, local.interval), keep_of(local.keep)))
     memory = asked.get(MEMORY)
-    return Settings(on_busy, tuple(made), None if memory is None else _interval(MEMORY, memory))
+    return Settings(on_busy, tuple(made), None if memory is None else _interval(MEMORY, memory), _grace(grace))
+
+
+def _grace(grace: Any) -> float:
+    if not isinstance(grace, int | float) or isinstance(grace, bool) or not 0 < grace < math.inf:
+        raise UsageError(f"grace={grace!r}: give seconds, more than 0")
+    return float(grace)
+
+
+def _place(given: str) -> str:
+    """Return an absolute path, or a URL."""
+    if _MANGLED.match(given):
+        raise UsageError(
+            f"{given} is a URL that went through pathlib, which takes its slashes away; give it as a string"
+        )
+    return opening.place_of(given)
 
 
 def _interval(tier: str, interval: Any) -> int:

@@ -71,7 +71,7 @@ class Keeper:
                 )
             kept |= {LOADER: loader, EPOCHS: self.epochs}
         try:
-            self._snapshotter.bind(kept)
+            self._snapshotter.bind(kept, allow_pickle=asked.allow_pickle)
         except TypeError as error:  # it names the key; a restart would meet it again
             raise CannotBeKept(str(error)) from error
 

@@ -13,12 +13,13 @@ from everstep.events import Event
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the script says of where its state is written; None where it leaves that to whoever starts it."""
+    """What the script says of its state and where it is written; None where it leaves that to whoever starts it."""
 
     checkpoint_dir: str | None = None
     checkpoint_interval: int | None = None
     checkpoint_local_dir: str | None = None
     checkpoint_local_interval: int | None = None
+    allow_pickle: bool = False  # what its state holds beside plain values may be pickled, and unpickled
 
 
 class Faults(Protocol):

@@ -41,6 +41,7 @@ class Run:
         checkpoint_interval: int | None = None,
         checkpoint_local_dir: str | None = None,
         checkpoint_local_interval: int | None = None,
+        allow_pickle: bool = False,
         **state: Any,
     ) -> Iterator[int]: ...
 
@@ -55,6 +56,7 @@ class Run:
         checkpoint_interval: int | None = None,
         checkpoint_local_dir: str | None = None,
         checkpoint_local_interval: int | None = None,
+        allow_pickle: bool = False,
         **state: Any,
     ) -> Iterator[tuple[int, T]]: ...
 
@@ -68,6 +70,7 @@ class Run:
         checkpoint_interval: int | None = None,
         checkpoint_local_dir: str | None = None,
         checkpoint_local_interval: int | None = None,
+        allow_pickle: bool = False,
         **state: Any,
     ) -> Iterator[Any]:
         """Yield `(step, batch)`, or the step alone where there is no loader, up to `total`; steps count from 1.
@@ -76,6 +79,9 @@ class Run:
         the loader with it, before the first step is yielded. A step is done when control comes back here: there its
         snapshot is taken. One iteration is one optimizer step. `checkpoint_…` are what the flags of `everstep run` say
         anyway; where they say otherwise it is an error.
+
+        allow_pickle: what a state_dict holds beside plain values, tensors and arrays is pickled, and unpickled where it
+        is restored; without it such a thing is refused by its key. Only for checkpoints whose writer you trust.
 
         Raises UsageError for a second call in one run, for `total` below 0, and for state that cannot be saved (its key
         is named).
@@ -86,7 +92,9 @@ class Run:
             raise UsageError(f"run.steps({total}): give the number of steps of the whole job, 0 or more.")
         self._looped = True
         steps = Steps(self._parts, total, loader, state, self._take_logged)
-        asked = Asked(checkpoint_dir, checkpoint_interval, checkpoint_local_dir, checkpoint_local_interval)
+        asked = Asked(
+            checkpoint_dir, checkpoint_interval, checkpoint_local_dir, checkpoint_local_interval, allow_pickle
+        )
         return steps.iterate(asked)
 
     def log(self, **values: Any) -> None:

@@ -1,6 +1,7 @@
 """Agent's shelf and workers' snapshotters together, in one process: what survives, what is handed on, what is void."""
 
 import os
+from pathlib import PurePosixPath
 
 import pytest
 import torch
@@ -80,6 +81,28 @@ def test_a_survivor_keeps_its_mappings_and_a_spare_is_given_its_ranks(bench):
     for worker in workers:
         restored(worker, 1)
     assert b.told[0]["reason"].startswith("step 1 from memory")
+
+
+def test_what_is_pickled_needs_leave_on_both_sides(bench):
+    """CS-20: refused by its key at the save; at the restore nothing is unpickled that nobody has leave for."""
+    b = bench()
+    (worker,) = b.enter()
+    box = Box({"path": PurePosixPath("a/b"), "n": 1})
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"box/value/path is a pathlib\.PurePosixPath"):
+            worker.bind({"box": box})
+    worker.bind({"box": box}, allow_pickle=True)
+    worker.take(1)
+    box.value = None
+    (worker,) = b.enter()
+    worker.bind({"box": box})
+    with pytest.raises(StateMismatch, match="if you trust whoever wrote it"):
+        worker.restore()
+    assert box.value is None
+    (worker,) = b.enter()
+    worker.rebind({"box": box}, allow_pickle=True)
+    worker.restore()
+    assert box.value == {"path": PurePosixPath("a/b"), "n": 1}
 
 
 def test_what_changes_after_take_does_not_reach_the_snapshot(bench):

@@ -47,6 +47,20 @@ def test_steps_end_where_the_loader_has_an_empty_epoch(run):
         list(run.steps(3, []))
 
 
+def test_leave_to_pickle_is_handed_on_and_left_out_it_is_not_given(run):
+    told = []
+
+    class Asked(NoKeeper):
+        def open(self, state, loader, asked):
+            told.append((sorted(state), asked.allow_pickle))
+
+    run._parts.keeper = Asked()
+    assert list(run.steps(1, allow_pickle=True, box=1)) == [1]
+    run = Run(run._parts, rank=0, world_size=1, local_rank=0, generation=0)
+    assert list(run.steps(1)) == [1]
+    assert told == [(["box"], True), ([], False)]
+
+
 def test_epochs_roll_over(run):
     assert list(run.steps(5, ["a", "b"])) == [(1, "a"), (2, "b"), (3, "a"), (4, "b"), (5, "a")]
 

@@ -19,6 +19,7 @@ class Known:
     complete: bool
     world_size: int | None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    changed_s: float = 0.0  # wall time of its last change
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from everstep.checkpoint.storage.posix import PosixReading, PosixStorage
 from everstep.clock import SYSTEM, Clock
 from everstep.errors import UsageError
 
+Opening = Callable[[str], Reading]
+"""Opens the checkpoint at a path or URL for reading: `reading`, or one who reads in another process."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOCAL = ("file", "local")
 
@@ -78,9 +80,9 @@ _CONNECTED: dict[tuple[str, int], Bucket] = {}
 """The last place that was read from: a restore opens it for each file."""
 
 
-def read_manifest(path: str) -> Manifest:
+def read_manifest(path: str, through: Opening = reading) -> Manifest:
     """Read the manifest of the checkpoint at `path`. DamagedCheckpoint names the file and the reason."""
-    source = reading(path)
+    source = through(path)
     where = f"{path.rstrip('/')}/{names.MANIFEST}"
     try:
         return parsed(where, source.manifest, names.step_of(os.path.basename(path.rstrip("/"))))
@@ -88,9 +90,9 @@ def read_manifest(path: str) -> Manifest:
         source.close()
 
 
-def content(path: str, name: str, size: int) -> bytes:
+def content(path: str, name: str, size: int, through: Opening = reading) -> bytes:
     """Return a file of a checkpoint that should have `size` bytes: fewer where it is cut, one more where longer."""
-    source, made, done = reading(path), bytearray(size + 1), 0
+    source, made, done = through(path), bytearray(size + 1), 0
     try:
         with memoryview(made) as view:
             while done <= size and (count := source.read_into(name, view[done:], done)):

@@ -1,0 +1,236 @@
+"""Reads checkpoints for a rank in a process of its own, so that a read that never returns is an error, not a hang.
+
+A rank that stands in a call to a dead server or a frozen device cannot be interrupted, nor ended. So its keeper forks
+one who reads, and hands the rank a line to it: `Beside` is a `storage.opening.Opening` for `load.open_for`.
+
+    rank ─▶ open + socket, window         a conversation: one question at a time, one thread here for each
+    rank ─▶ read {path, name, offset, count}       ─▶ {count}: so many bytes lie in the window  | {error, …}
+    rank ─▶ manifest {path} | size {path, name}    ─▶ {count}, or a descriptor of more | {size}
+
+Rule 1: an answer that does not come within the grace time makes the place stuck: StuckStorage, at once for every other
+question too. It is no damage: nothing is struck out for it, and nothing older taken in its stead.
+Rule 2: what is read is compared with its checksum by the rank, as ever: this process adds no trust.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import queue
+import select
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everstep.checkpoint.storage import opening
+from everstep.checkpoint.storage.api import Reading
+from everstep.checkpoint.storage.fsspec_bucket import deadline_s
+from everstep.errors import CheckpointError
+from everstep.recovery.link import Link, LinkClosed
+
+ENTRY = "everstep.checkpoint.reading_beside:main"
+WINDOW = 4 << 20
+
+
+class StuckStorage(CheckpointError):
+    """A place where checkpoints lie has not answered in time."""
+
+
+@dataclass(slots=True)
+class _Talk:
+    """One conversation, on the rank's side."""
+
+    link: Link
+    window: mmap.mmap
+
+    def close(self) -> None:
+        self.link.close()
+        with contextlib.suppress(BufferError):  # a view of a failed read may live in its traceback
+            self.window.close()
+
+
+class Beside:
+    """The rank's side; an `Opening`. Any thread. `grace_s`: how long one answer may take."""
+
+    def __init__(self, fd: int, grace_s: float) -> None:
+        self._door = Link.from_fd(fd)
+        self._grace_s = grace_s
+        self._idle: queue.SimpleQueue[_Talk] = queue.SimpleQueue()
+        self._stuck = ""
+
+    def __call__(self, path: str) -> Reading:
+        """See `opening.Opening`."""
+        return _There(self, path)
+
+    def close(self) -> None:
+        """Let the reader go, whatever it is doing."""
+        self._door.close()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().close()
+
+    def ask(
+        self, path: str, kind: str, into: memoryview | None = None, **facts: Any
+    ) -> tuple[Mapping[str, Any], bytes]:
+        """Ask one question; what lies in the window is put into `into`, or returned."""
+        if self._stuck:
+            raise StuckStorage(self._stuck)
+        talk = self._talk()
+        try:
+            talk.link.send({"kind": kind, "path": path, **facts})
+            answer, found = self._answer(talk, path, into)
+        except LinkClosed:
+            talk.close()
+            raise CheckpointError(
+                f"{path}: the process that read it ended; it was killed, or ran out of memory"
+            ) from None
+        except BaseException:
+            talk.close()
+            raise
+        self._idle.put(talk)
+        if answer.get("errno") == errno.ETIMEDOUT:  # a store's own limit
+            raise StuckStorage(f"{path} does not answer: {answer['error']}; nothing was restored")
+        if "error" in answer:
+            raise OSError(int(answer["errno"]), str(answer["error"]), answer["file"])
+        return answer, found
+
+    def _answer(self, talk: _Talk, path: str, into: memoryview | None) -> tuple[Mapping[str, Any], bytes]:
+        grace_s = self._grace_s + (deadline_s() if opening.is_url(path) else 0.0)
+        poll = select.poll()
+        poll.register(talk.link.fileno(), select.POLLIN)
+        if not poll.poll(grace_s * 1000):
+            self._stuck = (
+                f"{path} does not answer: a read has not come back for {grace_s:g} s. Its storage is stuck, or gone: "
+                "see whether `ls` of it returns, and mend the mount; nothing was restored"
+            )
+            raise StuckStorage(self._stuck)
+        answer, fds = talk.link.receive()
+        if fds:
+            with open(fds[0], "rb") as file:
+                file.seek(0)
+                return answer, file.read()
+        count = int(answer.get("count", 0))
+        if into is None:
+            return answer, talk.window[:count]
+        with memoryview(talk.window) as view:
+            into[:count] = view[:count]
+        return answer, b""
+
+    def _talk(self) -> _Talk:
+        with contextlib.suppress(queue.Empty):
+            return self._idle.get_nowait()
+        ours, theirs = Link.pair()
+        fd = os.memfd_create("everstep-reading", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, WINDOW)
+            window = mmap.mmap(fd, WINDOW)
+            self._door.send({"kind": "open"}, [theirs.fileno(), fd])
+        except LinkClosed:
+            raise CheckpointError("the process that reads checkpoints ended; it was killed") from None
+        finally:
+            theirs.close()
+            os.close(fd)
+        return _Talk(ours, window)
+
+
+class _There:
+    """A `Reading` of one checkpoint."""
+
+    def __init__(self, beside: Beside, path: str) -> None:
+        self._beside, self._path = beside, path
+
+    def manifest(self) -> bytes:
+        """See `Reading.manifest`."""
+        return self._beside.ask(self._path, "manifest")[1]
+
+    def size(self, name: str) -> int | None:
+        """See `Reading.size`."""
+        found: int | None = self._beside.ask(self._path, "size", name=name)[0]["size"]
+        return found
+
+    def read_into(self, name: str, into: memoryview, offset: int) -> int:
+        """See `Reading.read_into`."""
+        count = min(len(into), WINDOW)
+        return int(self._beside.ask(self._path, "read", into, name=name, offset=offset, wanted=count)[0]["count"])
+
+    def close(self) -> None:
+        """See `Reading.close`."""
+        with contextlib.suppress(OSError, CheckpointError):
+            self._beside.ask(self._path, "close")
+
+
+# The process.
+
+
+class _Reader:
+    """All that it has open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, Reading] = {}
+
+    def converse(self, link: Link, window: mmap.mmap) -> None:
+        """Answer one conversation until it closes."""
+        while True:
+            try:
+                message, _ = link.receive()
+                answer, more = self._answered(message, window)
+                if more:
+                    _send_more(link, answer, more)
+                else:
+                    link.send(answer)
+            except LinkClosed:
+                return
+
+    def _answered(self, message: Mapping[str, Any], window: mmap.mmap) -> tuple[dict[str, Any], bytes]:
+        try:
+            return self._said(message, window)
+        except OSError as error:
+            told = {"error": error.strerror or str(error), "errno": error.errno or 0, "file": error.filename}
+        except Exception as error:  # noqa: BLE001 - a client library of a store raises what it likes
+            told = {"error": f"{type(error).__name__}: {error}", "errno": 0, "file": None}
+        return {"kind": "failed", **told}, b""
+
+    def _said(self, message: Mapping[str, Any], window: mmap.mmap) -> tuple[dict[str, Any], bytes]:
+        path = str(message["path"])
+        source = self._source(path)
+        match message["kind"]:
+            case "manifest":
+                return {"kind": "manifest"}, source.manifest()
+            case "size":
+                return {"kind": "size", "size": source.size(message["name"])}, b""
+            case "close":
+                with self._lock:
+                    self._open.pop(path, source).close()
+                return {"kind": "closed"}, b""
+            case _:
+                with memoryview(window) as view, view[: message["wanted"]] as into:
+                    return {"kind": "read", "count": source.read_into(message["name"], into, message["offset"])}, b""
+
+    def _source(self, path: str) -> Reading:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = opening.reading(path)
+            return self._open[path]
+
+
+def _send_more(link: Link, answer: Mapping[str, Any], content: bytes) -> None:
+    fd = os.memfd_create("everstep-reading", os.MFD_CLOEXEC)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        link.send(answer, [fd])
+
+
+def main(link: Link) -> None:
+    """Entry of the process: serve conversations until the rank lets go."""
+    reader = _Reader()
+    while True:
+        try:
+            _, fds = link.receive()
+        except LinkClosed:
+            os._exit(0)
+        talk, window = Link.from_fd(fds[0]), mmap.mmap(fds[1], WINDOW)
+        os.close(fds[1])
+        threading.Thread(target=reader.converse, args=(talk, window), daemon=True).start()
