@@ -141,6 +141,10 @@ class OptimizerSource:
         if len(mine) == len(theirs):
             unfit = set(section.tree) - set(kept)
             tree = [g | {"params": [fqn for fqn in g["params"] if fqn not in unfit]} for g in groups.tree]
+            for n, (here, stored_names) in enumerate(zip(mine, theirs, strict=True)):
+                if not _same_group({*here} & there, {*stored_names} & live, new=here != stored_names):
+                    tree[n] = {"params": tree[n]["params"]}  # its numbers were for other parameters
+                    made.differing.append(f"{self._groups_name}/{n} was saved of other parameters")
             made.taken[self._groups_name] = Section(groups.name, tree, groups.leaves, groups.per_rank)
         else:
             made.differing.append(f"{self._groups_name}: saved with {len(theirs)} groups, here are {len(mine)}")
@@ -352,6 +356,11 @@ def _parts(ranged: Ranged, cut: Cut) -> Parts:
         ),
         nothing=not cut.whole and not ranged.count,  # no step makes a state for a parameter without elements
     )
+
+
+def _same_group(here: set[str], there: set[str], *, new: bool) -> bool:
+    """True where a group's numbers belong to what it holds: of the parameters known on both sides it has the same."""
+    return here == there and (bool(here) or not new)
 
 
 def _size(cut: Cut) -> int:

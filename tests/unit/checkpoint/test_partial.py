@@ -150,6 +150,27 @@ def test_an_object_that_is_not_there_any_more_and_other_groups(keep):
     )
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_groups_numbers_are_never_put_to_other_parameters(keep, swapped):
+    def groups(seed, order, lr):
+        given = state(seed)
+        model = given["model"]
+        parts = [{"params": [*model.get_submodule(name).parameters()], "lr": lr * n} for n, name in order]
+        return given | {"optimizer": torch.optim.SGD(parts, momentum=0.5)}
+
+    order = [(1, "a"), (2, "b"), (3, "tail")]
+    kept = keep(groups(1, order, 0.1))
+    live = groups(2, [order[1], order[0], order[2]] if swapped else order, 7.0)
+    partial = taken(kept, live)
+    numbers = [group["lr"] for group in live["optimizer"].param_groups]
+    assert numbers == ([14.0, 7.0, 3 * 0.1] if swapped else [0.1, 0.2, 3 * 0.1])
+    told = [
+        "optimizer/param_groups/0 was saved of other parameters",
+        "optimizer/param_groups/1 was saved of other parameters",
+    ]
+    assert list(partial.differing) == (told if swapped else [])
+
+
 def test_a_state_without_an_optimizer_leaves_the_optimizer_alone(keep):
     saved = state(1)
     del saved["optimizer"]
