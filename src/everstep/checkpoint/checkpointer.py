@@ -17,6 +17,7 @@ process with a bad exit code.
 """
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -42,7 +43,8 @@ OnBusy = Literal["coalesce", "block", "skip"]
 class Checkpointer:
     """Saves and restores the state of this rank, and with the other ranks' that of the world.
 
-    Made, called and closed alike on every rank, from one thread of the process that made it. A context manager.
+    Made, called and closed alike on every rank, in the process that made it. Calls of several threads come one after
+    another; a call in the midst of another on the same thread (a signal handler's) is a UsageError. A context manager.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Checkpointer:
         self._settings = settings_of(os.fspath(dir), interval, on_busy, keep, tiers, grace)
         self._pid = os.getpid()
         self._closed = ""
+        self._turn, self._doing = threading.RLock(), ""
         self._allow_pickle = bool(allow_pickle)
         joined = join({**self._settings.to_json(), "allow_pickle": self._allow_pickle}, self._pid)
         self.rank, self.world_size = joined.rank, joined.world_size
@@ -111,9 +114,19 @@ class Checkpointer:
 
         A step that is no multiple of the interval returns at once (`not due`). Raises CheckpointError where an earlier
         save has failed, before anything is taken (call it again to save this step), TypeError naming what cannot be
-        kept, MemoryShortage, UsageError after `close`, in another process, and for steps that go backwards.
+        kept, MemoryShortage, UsageError after `close`, in another process, for steps that go backwards, and where this
+        thread is in the midst of another call (it came from a signal handler).
         """
-        self._check("save")
+        self._check_process("save")
+        with self._turn:
+            self._check("save")
+            self._doing = "save"
+            try:
+                return self._save(step, state, metrics or {})
+            finally:
+                self._doing = ""
+
+    def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Handle:
         number = check_name(step)
         self._raise_failures()
         due = {name: number % every == 0 for name, every in self._settings.intervals.items()}
@@ -125,7 +138,7 @@ class Checkpointer:
         taken = self._take(number, state, hold=due[MAIN])
         self._number += 1
         handle = self._handle(number, in_memory=not due[MAIN])
-        told = {name: float(value) for name, value in (metrics or {}).items()} if self.rank == 0 else {}
+        told = {name: float(value) for name, value in metrics.items()} if self.rank == 0 else {}
         for name, tier in self._tiers.items():
             tier.taken(self._number, number, taken, due=due[name], metrics=told)
         if not self._snapshotter.poll():
@@ -181,7 +194,16 @@ class Checkpointer:
         Raises CheckpointError where `step` is not there, StateMismatch naming what does not fit, ConfigurationError
         where what is saved is of a world of another size and cannot be taken: `state` is as it was then.
         """
-        self._check("restore")
+        self._check_process("restore")
+        with self._turn:
+            self._check("restore")
+            self._doing = "restore"
+            try:
+                return self._restore(state, step, strict=strict)
+            finally:
+                self._doing = ""
+
+    def _restore(self, state: Mapping[str, Any], step: int | None, *, strict: bool) -> Restored | None:
         wanted = None if step is None else check_name(step)
         restorer = Restorer(
             self._line, self._snapshotter, self._tiers, self.rank, self.world_size,
@@ -201,8 +223,19 @@ class Checkpointer:
         Raises CheckpointError for what has failed and was not told yet, TimeoutError where it is not done after
         `timeout` seconds (None: 600): what is being written goes on without this process, for ten minutes at most.
         """
-        if self._closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
+        with self._turn:
+            if self._closed:
+                return
+            self._check("close")
+            self._doing = "close"
+            try:
+                self._close(timeout)
+            finally:
+                self._doing = ""
+
+    def _close(self, timeout: float | None) -> None:
         self._closed = "it is closed"
         at_exit.discard(self)
         try:
@@ -256,11 +289,19 @@ class Checkpointer:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _check(self, what: str) -> None:
+    def _check_process(self, what: str) -> None:
+        """Before the turn is waited for: in a forked child it may be the parent's for ever."""
         if os.getpid() != self._pid:
             raise UsageError(
                 f"{what}() in process {os.getpid()}: this Checkpointer belongs to process {self._pid}, which made it; "
                 "make another one here, on another directory"
+            )
+
+    def _check(self, what: str) -> None:
+        if self._doing:
+            raise UsageError(
+                f"{what}() in the midst of {self._doing}() on the same thread, as from a signal handler: have it set a "
+                f"flag, and call {what}() where the step is done"
             )
         if self._closed:
             raise UsageError(f"{what}(): {self._closed}; make another Checkpointer")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from everstep.checkpoint.core.layout import Layout, Pickled, Pieces, Ref, Section
+from everstep.checkpoint.generators import is_generator
 from everstep.checkpoint.sharded import is_sharded_tensor, local_of, shards_of
 from everstep.checkpoint.tensors import dtype_name
 from everstep.errors import UsageError
@@ -96,7 +97,7 @@ def _flat(prefix: str, holder: Any, depth: int) -> Iterator[tuple[str, Any]]:
 def _is_object(thing: Any) -> bool:
     if isinstance(thing, type | Tensor):
         return False
-    if isinstance(thing, nn.Module | torch.optim.Optimizer | torch.Generator):
+    if isinstance(thing, nn.Module | torch.optim.Optimizer) or is_generator(thing):
         return True
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 

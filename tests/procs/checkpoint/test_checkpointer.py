@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import random
 import runpy
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -301,6 +303,45 @@ def test_the_newest_damaged_one_is_named_and_the_next_best_taken(make, tmp_path)
     assert "__0_0.distcp" in restored.why
     ckpt.save(3, state).wait(PATIENCE_S)  # a saved step that is damaged is replaced
     assert ckpt.restore(state, step=3).step == 3
+
+
+def test_a_call_in_the_midst_of_another_is_refused_and_threads_wait_for_one_another(make):
+    """A signal handler that saves would wait for ever for what its own thread holds."""
+    ckpt = make()
+    told = []
+
+    class Nosy:
+        def state_dict(self):
+            for call in (lambda: ckpt.save(2, {"n": 2}), lambda: ckpt.restore({"n": 2}), ckpt.close):
+                with pytest.raises(UsageError, match=r"in the midst of save\(\)") as error:
+                    call()
+                told.append(str(error.value))
+            return {"n": 1}
+
+        def load_state_dict(self, state):
+            told.append(state)
+
+    assert ckpt.save(1, {"nosy": Nosy()}).wait(PATIENCE_S).what == "committed"
+    assert "have it set a flag" in told[0]
+    with ThreadPoolExecutor(3) as pool:
+        saves = [pool.submit(ckpt.save, 2, {"t": torch.full((20_000,), 7.0)}) for _ in range(12)]
+        assert {each.result(PATIENCE_S).wait(PATIENCE_S).durable_step for each in saves} == {2}
+    state = {"t": torch.zeros(20_000)}
+    assert ckpt.restore(state).step == 2
+    assert state["t"].unique().tolist() == [7.0]
+
+
+def test_generators_of_every_kind_come_back(make):
+    state = {"torch": torch.Generator(), "python": random.Random(1), "nested": [np.random.default_rng(2), {"n": 1}]}
+    ckpt = make()
+    ckpt.save(1, state)
+
+    def drawn():
+        return torch.rand(2, generator=state["torch"]).tolist(), state["python"].random(), state["nested"][0].random()
+
+    first = drawn()
+    ckpt.restore(state)
+    assert drawn() == first
 
 
 def test_what_cannot_serve_is_refused_at_construction(make, tmp_path, monkeypatch):
