@@ -4,7 +4,7 @@ It decides nothing itself: which step (core/intents.py), how far a save is (core
 (core/retention.py). It carries messages between ranks, writers and those (disk_saves.py), and never touches the disk
 while the job runs: a writer does. Two of them, of two directories, read the same snapshots at their own pace.
 
-    rank ◀─ disk.intent {save, step}              rank ─▶ disk.staged {save, buffer}  or  disk.late {save, step}
+    rank ◀─ disk.intent {save, step}              rank ─▶ disk.staged {save, buffer, hold}  or  disk.late {save, step}
     rank ◀─ disk.void {save}, disk.problem {text}
     rank ─▶ disk.damaged {step, text}             (a restore could not read it: the next best is taken)
     rank ─▶ disk.restored {step, total}           (rank 0: the job goes on from it; said where an earlier job saved it)
@@ -104,7 +104,7 @@ class Disk(Saves):
     def _said(self, rank: int, verb: str, message: Message) -> None:
         match verb:
             case "staged":
-                self._staged(rank, message["save"], message["buffer"])
+                self._staged(rank, message["save"], message["buffer"], message["hold"])
             case "late":
                 self._late(rank, message["save"], message["step"])
             case "damaged":

@@ -100,13 +100,18 @@ class Saves:
         self._save = commit.Save(token, step, self._host.world_size)
         return self._save
 
-    def _staged(self, rank: int, token: str, buffer: int) -> None:
+    def _staged(self, rank: int, token: str, buffer: int, offer: int = 0) -> None:
         if not self._is(token) or rank in self._buffers:
-            self._shelf.release(rank, buffer)  # it came after the save was void
+            self._decline(rank, buffer, offer)  # it came after the save was void
             return
-        self._shelf.hold(rank, buffer)
+        self._shelf.hold(rank, buffer, offer)
         self._buffers[rank] = buffer
         self._hear(token, commit.Staged(rank))
+
+    def _decline(self, rank: int, buffer: int, offer: int) -> None:
+        """What a rank keeps for us is not read; where it is gone (offer 0) there is nobody to be told."""
+        if offer:
+            self._shelf.release(rank, buffer, offer)
 
     def _is(self, token: object) -> bool:
         return self._save is not None and self._save.token == token

@@ -70,16 +70,20 @@ class IntentClient:
         self._send({"kind": f"{self.tier}.late", "save": save, "step": step})  # the loop jumped over it
         return False
 
-    def staged(self, buffer: int | None) -> None:
-        """The snapshot of the step that was due is whole in `buffer`, or could not be held (None). Main thread."""
+    def staged(self, buffer: int, hold: Callable[[], int]) -> None:
+        """The snapshot of the step that was due is whole in `buffer`. Main thread.
+
+        hold: makes a hold of it for this tier, and returns its number; 0 where it could not be held.
+        """
         with self._lock:
             save, self._taking, step = self._taking, None, self._done
         if save is None:
             return
-        if buffer is None:
-            self._send({"kind": f"{self.tier}.late", "save": save, "step": step})
+        number = hold()
+        if number:
+            self._send({"kind": f"{self.tier}.staged", "save": save, "buffer": buffer, "hold": number})
         else:
-            self._send({"kind": f"{self.tier}.staged", "save": save, "buffer": buffer})
+            self._send({"kind": f"{self.tier}.late", "save": save, "step": step})
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """What was measured at `step`, by which the best checkpoints are kept; told where that step is saved."""
@@ -123,10 +127,10 @@ class Disks:
         wanted = [disk.due(step) for disk in self._disks.values()]
         return any(wanted)
 
-    def staged(self, buffer: int | None) -> None:
-        """See `IntentClient.staged`."""
+    def staged(self, buffer: int, hold: Callable[[], int]) -> None:
+        """See `IntentClient.staged`: each has a hold of its own, or the first that gives it up would free it."""
         for disk in self._disks.values():
-            disk.staged(buffer)
+            disk.staged(buffer, hold)
 
     def measured(self, tier: str, step: int, metrics: Mapping[str, float]) -> None:
         """See `IntentClient.measured`."""

@@ -162,6 +162,7 @@ class NodeShelf(Shelf):
             return told
         self._asks.clear()
         self._offered.clear()
+        self._newest_hold.clear()
         self._forget_retired()
         self.plan = None
         heard_of, self._heard = self._heard, {}

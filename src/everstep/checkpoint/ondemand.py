@@ -5,11 +5,13 @@ of one step. Which number is written is decided here, once for all ranks (EXPERI
 rank has offered: whoever has not come to it yet is told before it does, and whoever has still holds it. All else of a
 save, a failure and a removal is the disk tier's (disk.py).
 
-    rank ─▶ offer {number, step, buffer, due, held, metrics}
-                                                        its snapshot is taken; `due`: it is this tier's to save; `held`:
-                                                        the buffer is kept until it is wanted, or another is
+    rank ─▶ offer {number, step, buffer, due, hold, metrics}
+                                                        its snapshot is taken; `due`: it is this tier's to save; `hold`:
+                                                        the buffer is kept, by a hold of that number (0: it is not),
+                                                        until it is wanted, or another is
     rank ◀─ want {ask, number}                          keep the buffer of that number, now or when you come to it
-    rank ─▶ staged {ask, step, buffer}  or  late {ask}  (it has been overwritten: the next is asked ahead of all ranks)
+    rank ─▶ staged {ask, step, buffer, hold}, late {ask}
+                                                        (late: it has been overwritten: the next is asked ahead of all)
     rank ◀─ fate {number, what, step, text, alone}      committed, skipped, failed
 
 Rule 1: a rank that is gone wrote its last word into its buffers: this side speaks for it, by their headers.
@@ -84,7 +86,7 @@ class OnDemand(Disk):
         self._ask: int | None = None  # the question, and then the save, that is open
         self._number = 0  # that it is about
         self._lates = 0  # answers "late" in a row
-        self._parked: dict[int, tuple[int, int]] = {}  # rank → number, buffer: held on the chance that it is wanted
+        self._parked: dict[int, tuple[int, int, int]] = {}  # rank → number, buffer, hold: on the chance it is wanted
         self._forgotten: tuple[int, int] | None = None  # the last number that is not remembered and has no fate yet
         self._void_forgotten: tuple[int, int] | None = None  # the same, of before a restore
         self._left_behind: frozenset[int] = frozenset()
@@ -207,8 +209,9 @@ class OnDemand(Disk):
         self._newest[rank] = max(number, self._newest.get(rank, 0))
         offer = self._offers.setdefault(number, _Offer(step, bool(message["due"])))
         offer.buffers[rank] = int(message["buffer"])
-        if message.get("held"):
-            self._parked[rank] = number, offer.buffers[rank]
+        if message["hold"]:
+            self._unpark(rank)
+            self._parked[rank] = number, offer.buffers[rank], int(message["hold"])
         if message.get("metrics"):
             self.inventory.metrics[step] = message["metrics"]
         if offer.step != step:
@@ -229,10 +232,15 @@ class OnDemand(Disk):
         self._settle(number, FAILED, text, alone=True)
 
     def _forget(self) -> None:
-        """What is left out is not remembered for ever: its ranks know that the next fate is theirs too (rule 2)."""
+        """What is left out is not remembered for ever: its ranks know that the next fate is theirs too (rule 2).
+
+        Nor is it held: what comes next is newer.
+        """
         for number in sorted(self._offers)[:-REMEMBERED]:
             if number != self._number:
                 offer = self._offers.pop(number)
+                for rank in [r for r, parked in self._parked.items() if parked[0] == number]:
+                    self._unpark(rank)
                 if offer.due:
                     self._forgotten = number, offer.step
                     self._host.emit(TierEvent(tier=self.tier, what=COALESCED, step=offer.step))
@@ -265,9 +273,8 @@ class OnDemand(Disk):
         self._ask, self._number = self._asks, self._chosen(number)
         self._asked_s = self._host.clock.now()
         for rank in self._away:
-            self._kept(
-                rank, {"ask": self._ask, "step": self._offers[number].step, "buffer": self._buffer(rank, number)}
-            )
+            buffer = self._buffer(rank, number)
+            self._kept(rank, {"ask": self._ask, "step": self._offers[number].step, "buffer": buffer, "hold": 0})
         for rank in range(self._host.world_size):
             if rank not in self._away:
                 self._host.send(rank, {"kind": f"{self.prefix}.want", "ask": self._ask, "number": self._number})
@@ -282,34 +289,34 @@ class OnDemand(Disk):
         if self._away:
             return due
         if not self._lates:
-            parked = [number for number, _ in self._parked.values() if self._offers[number].due]
+            parked = [number for number, _, _ in self._parked.values() if self._offers[number].due]
             return max(parked, default=due)
         return max(self._newest.values()) + (0 if self._lates == 1 else min(MOST_AHEAD, 2 ** (self._lates - 2)))
 
-    def _unpark(self, rank: int, besides: int = -1) -> None:
-        """What was held on a chance is not wanted, unless it is that buffer."""
+    def _unpark(self, rank: int) -> None:
+        """What was held on a chance is not wanted, or is held by another hold now."""
         parked = self._parked.pop(rank, None)
-        if parked is not None and parked[1] != besides:
-            self._shelf.release(rank, parked[1])
+        if parked is not None:
+            self._decline(rank, parked[1], parked[2])
 
     def _kept(self, rank: int, message: Message) -> None:
         """A rank keeps a buffer for us: whole when all do."""
-        buffer, step = int(message["buffer"]), int(message["step"])
-        self._unpark(rank, besides=buffer)
+        buffer, step, hold = int(message["buffer"]), int(message["step"]), int(message["hold"])
+        self._unpark(rank)
         if message["ask"] != self._ask:
-            self._shelf.release(rank, buffer)
+            self._decline(rank, buffer, hold)
             return
         if self._save is None and self._writers.given_up:
-            self._shelf.release(rank, buffer)
+            self._decline(rank, buffer, hold)
             self._ask = None
             self._next()
             return
         save = self._save or self._open(step, *self._lineage)
         if save.step != step:
-            self._shelf.release(rank, buffer)
+            self._decline(rank, buffer, hold)
             self._contradicted(self._number, rank, step, save.step)
             return
-        self._staged(rank, save.token, buffer)
+        self._staged(rank, save.token, buffer, hold)
 
     def _not_whole(self, text: str) -> None:
         """What is asked for cannot be had, on some rank; where a rank is gone, asking again would come to the same."""
@@ -375,7 +382,7 @@ class OnDemand(Disk):
         if offer.due:
             offer.due = False
             self._event(offer.step, what, text)
-        for rank, (parked, _) in list(self._parked.items()):
+        for rank, (parked, _, _) in list(self._parked.items()):
             if parked == number or (parked < number and not alone):
                 self._unpark(rank)
         for n, other in self._offers.items():

@@ -47,10 +47,10 @@ class Sending:
             body = {"kind": "peer.late", "save": token, "rank": rank, "step": int(message["step"])}
             self._say(self._shelf.leader, body)
         elif verb == "staged" and (token != self._intent or rank in self._staged):
-            self._free(rank, message["buffer"])  # it came after the save was given up
+            self._holds.release(rank, message["buffer"], message["hold"])  # it came after the save was given up
             self._say(self._shelf.leader, {"kind": "peer.refused", "save": token, "rank": rank, "text": "too late"})
         elif verb == "staged":
-            self._holds.hold(rank, message["buffer"])
+            self._holds.hold(rank, message["buffer"], message["hold"])
             self._staged[rank] = message["buffer"]
             self._say(self._shelf.leader, {"kind": "peer.staged", "save": token, "rank": rank})
 

@@ -24,13 +24,16 @@ class Share:
         """See `Source.fd`."""
         return self._shelf.fd(rank, buffer)
 
-    def hold(self, rank: int, buffer: int) -> None:
+    def hold(self, rank: int, buffer: int, offer: int = 0) -> None:
         """See `Source.hold`."""
-        self._shelf.hold(rank, buffer)
+        self._shelf.hold(rank, buffer, offer)
         self._holders[rank, buffer].add(self)
 
-    def release(self, rank: int, buffer: int) -> None:
+    def release(self, rank: int, buffer: int, offer: int = 0) -> None:
         """See `Source.release`: this tier's hold is gone; the buffer is free where no other tier has one."""
+        if offer:
+            self._shelf.release(rank, buffer, offer)
+            return
         holders = self._holders[rank, buffer]
         holders.discard(self)
         if not holders:

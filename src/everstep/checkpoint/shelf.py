@@ -39,6 +39,10 @@ Older = Callable[[], Sequence[Committed]]
 """What slower tiers have committed, whole worlds each, in any order. Called on the agent's thread; must not block."""
 
 
+Hold = tuple[int, int]
+"""A buffer, and the number of a worker's hold of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A worker waits for buffers."""
@@ -70,11 +74,14 @@ class Shelf:
         self._buffers = ROTATING + readers
         self.older = older
         self._look = look
+        self.changed: Callable[[], None] = lambda: None  # buffers were made, or are to be freed
         self._sets: dict[int, SegmentSet] = {}
         self._next_buffer: defaultdict[int, int] = defaultdict(int)
         self._next_set = 0
         self._held: defaultdict[int, set[int]] = defaultdict(set)  # by a slower tier, here
-        self._offered: defaultdict[int, set[int]] = defaultdict(set)  # kept by its worker for one that has not come yet
+        self._offered: defaultdict[int, set[Hold]] = defaultdict(
+            set
+        )  # kept by its worker for one that is still to come
         self._newest_hold: dict[tuple[int, int], int] = {}  # of a rank and buffer: the last that we have heard of
         self._asks: list[Ask] = []
         self._branches: list[Branch] = []
@@ -96,21 +103,32 @@ class Shelf:
         """Return what a buffer says of itself, or why it says nothing."""
         return self._segment(rank, buffer).header()
 
-    def hold(self, rank: int, buffer: int) -> None:
-        """Keep a buffer as it is until `release`."""
+    def hold(self, rank: int, buffer: int, offer: int = 0) -> None:
+        """Keep a buffer as it is until `release`; `offer`: the number of the worker's hold that was for this."""
         self._segment(rank, buffer)
-        self._offered[rank].discard(buffer)
         self._held[rank].add(buffer)
+        self._offered[rank].discard((buffer, offer))
 
-    def release(self, rank: int, buffer: int) -> None:
-        """The reader is done, or gone: the buffer may be written again. Twice is once."""
-        if buffer in self.held(rank):
+    def release(self, rank: int, buffer: int, offer: int = 0) -> None:
+        """The reader is done, or gone; or, with `offer`, nobody will read by that hold of the worker's. Twice is once.
+
+        The buffer may be written again when neither is left: what was kept for another reader stays (two tiers may
+        want one snapshot, and the first be done before the second has asked).
+        """
+        if buffer not in self.held(rank):
+            return
+        if offer:
+            self._offered[rank].discard((buffer, offer))
+        else:
             self._held[rank].discard(buffer)
-            self._offered[rank].discard(buffer)
-            if buffer in self.held(rank):
-                return  # another reads it still
+        if buffer not in self.held(rank):
             self._send_released(rank, buffer)
             self._forget_retired()
+
+    def ready(self) -> dict[tuple[int, int], int]:
+        """Return the descriptors, ours, of all buffers that are in use or will be, by rank and number."""
+        sets = [each for each in self._sets.values() if each.ready and not each.retired]
+        return {(each.rank, number): segment.fd for each in sets for number, segment in each.segments.items()}
 
     def _send_released(self, rank: int, buffer: int) -> None:
         """Say with it how much we have heard: the worker may keep the buffer anew meanwhile."""
@@ -120,7 +138,7 @@ class Shelf:
     def held(self, rank: int) -> frozenset[int]:
         """Return the buffers of a rank that are held."""
         begun_from = {self._begun_from[rank]} if rank in self._begun_from else set[int]()
-        return frozenset(self._held[rank] | self._offered[rank] | begun_from)
+        return frozenset(self._held[rank] | {buffer for buffer, _ in self._offered[rank]} | begun_from)
 
     @property
     def bytes(self) -> int:
@@ -140,8 +158,9 @@ class Shelf:
             case "snapshot.attach":
                 self._attach(Ask(rank, message["ask"], frozenset(message["have"])), message["bytes"])
             case "snapshot.hold":
-                self._offered[rank].add(message["buffer"])
-                self._newest_hold[rank, int(message["buffer"])] = int(message["hold"])
+                hold = int(message["buffer"]), int(message["hold"])
+                self._offered[rank].add(hold)
+                self._newest_hold[rank, hold[0]] = hold[1]
             case "snapshot.outgrown":
                 for number in self._sets.keys() & message["sets"]:
                     self._sets[number].retired = True
@@ -171,6 +190,7 @@ class Shelf:
         """See `Companion.on_roster`: what each rank begins from."""
         self._asks.clear()
         self._offered.clear()  # whoever offered them has unwound; what a tier took from it is held
+        self._newest_hold.clear()  # another process counts its own; what is told at `attach` stands for all of these
         self._forget_retired()
         older = [c for c in (self.older() if self.older else ()) if (c.tier, c.step) not in self._struck_older]
         plan = choose(roster.world_size, self.sealed(), self._branches, older, frozenset(self._struck), self._unable)
@@ -318,6 +338,8 @@ class Shelf:
                 self._give_up(each, str(error))
         waiting = self._asks
         self._asks = [ask for ask in waiting if not self._answer(ask)]
+        if len(self._asks) < len(waiting):
+            self.changed()
         if any(not each.ready for each in self._sets.values()):
             self._host.later(0.0)
 
@@ -356,6 +378,7 @@ class Shelf:
             if each.retired and not self.held(each.rank) & each.segments.keys():
                 del self._sets[number]
                 each.close()
+                self.changed()
 
 
 def _source(plan: Plan, rank: int, world_size: int) -> dict[str, Any] | None:

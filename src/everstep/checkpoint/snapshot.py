@@ -37,18 +37,24 @@ Send = Callable[[Message], None]
 
 ATTACH_DEADLINE_S = 300.0  # buffers of tens of GiB are allocated in full before they are handed out
 GROWTH = 1.25
+TOLD = 0  # the number of whatever the agent holds a buffer for when it hands it out
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One snapshot. `held`: the buffer stays as it is until `release`."""
+    """One snapshot. `hold`: the number of the hold by which the buffer stays as it is; 0: it is not held."""
 
     step: int
     buffer: int
     bytes: int
     seconds: float
-    held: bool = False
+    hold: int = 0
     sequence: int = 0  # what the buffer holds until it is taken for another snapshot; see `keep`
+
+    @property
+    def held(self) -> bool:
+        """True where the buffer stays as it is until it is released."""
+        return self.hold > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +86,9 @@ class Snapshotter:
         self._asked = 0
         self._sets: dict[int, BufferSet] = {}
         self._lock = threading.Lock()
-        self._held: frozenset[int] = frozenset()
+        self._telling = threading.Lock()  # holds reach the agent in the order of their numbers, and before an attach
+        self._open: dict[int, set[int]] = {}  # of each held buffer the holds on it; TOLD: the agent's own
         self._holds = 0  # so many holds were told to the agent
-        self._newest_hold: dict[int, int] = {}  # of each buffer
         self._pending: _Pending | None = None
         self._sequence = 0
         self._taken_in_set = 0
@@ -229,7 +235,7 @@ class Snapshotter:
         self._finish_pending()
         if size > self._current().size:
             self._attach(int(size * GROWTH))
-        buffer, held = self._next(hold)
+        buffer = self._next()
         unseal(buffer.bytes)
         early, late = buffer.groups(HEADER_BYTES, parts[: walk.stable], parts[walk.stable :], self._stager.scratch)
         under_way = self._stager.stage(early, late)
@@ -238,8 +244,9 @@ class Snapshotter:
             seal(buffer.bytes, self._sequence)
         else:
             self._pending = _Pending(buffer, self._sequence, under_way)
-        self._after(buffer, held)
-        return Taken(step, buffer.number, size, self._clock.now() - started, held, self._sequence)
+        number = self.keep(buffer.number, self._sequence) if hold else 0
+        self._after()
+        return Taken(step, buffer.number, size, self._clock.now() - started, number, self._sequence)
 
     def poll(self) -> bool:
         """Seal a copy that is done; True when none is under way. Any thread; never waits."""
@@ -249,25 +256,39 @@ class Snapshotter:
                 self._pending = None
             return self._pending is None
 
-    def release(self, buffer: int, hold: int | None = None) -> None:
-        """A held buffer may be written again; not where it was held anew after the hold that is meant."""
+    def release(self, buffer: int, heard: int) -> None:
+        """The agent, which has heard of holds up to number `heard`, needs the buffer no more. Any thread."""
         with self._lock:
-            if hold is None or hold >= self._newest_hold.get(buffer, 0):
-                self._held -= {buffer}
+            self._let_go(buffer, {number for number in self._open.get(buffer, ()) if number <= heard})
 
-    def keep(self, buffer: int, sequence: int) -> bool:
-        """Hold a buffer that was not held when it was filled, and tell; False where it holds another by now.
+    def forgo(self, buffer: int, hold: int) -> None:
+        """One hold of a buffer is for nobody: whoever told of it sees to it that the agent hears so. Any thread."""
+        with self._lock:
+            self._let_go(buffer, {hold})
 
-        Any thread.
+    def keep(self, buffer: int, sequence: int) -> int:
+        """Hold a buffer that is in use by now or was filled just now, and tell; return the number of the hold.
+
+        0 where it holds another snapshot by now, or too few buffers would be left. Any thread.
         """
-        with self._lock:
-            found = next((s.buffers[buffer] for s in self._sets.values() if buffer in s.buffers), None)
-            current = found is not None and found.sequence == sequence
-            if not current or not grants(len(self._current().buffers), self._held, buffer):
-                return False
-            self._hold(buffer)
-        self._tell_hold(buffer)
-        return True
+        with self._telling:
+            with self._lock:
+                found = next((s.buffers[buffer] for s in self._sets.values() if buffer in s.buffers), None)
+                rotating = self._current().buffers
+                if found is None or found.sequence != sequence:
+                    return 0
+                if not grants(len(rotating), self._open.keys() & rotating.keys(), buffer):
+                    return 0
+                self._holds += 1
+                number = self._holds  # what the agent releases meanwhile is an earlier one
+                self._open.setdefault(buffer, set()).add(number)
+            self._send({"kind": "snapshot.hold", "buffer": buffer, "hold": number})
+        return number
+
+    def holds(self, taken: Taken) -> Callable[[], int]:
+        """Return what gives a hold of a held snapshot to each that asks: that of `take` first. 0: it is not held."""
+        first = [taken.hold]
+        return lambda: first.pop() if first else (taken.hold and self.keep(taken.buffer, taken.sequence))
 
     def lost(self, text: str) -> None:
         """The agent is gone: whoever waits for it need not."""
@@ -285,7 +306,9 @@ class Snapshotter:
     def _attach(self, size: int) -> None:
         """Have buffers of at least `size` bytes mapped, and know which are held."""
         self._asked += 1
-        self._send({"kind": "snapshot.attach", "ask": self._asked, "bytes": size, "have": sorted(self._sets)})
+        with self._telling:
+            told = self._holds
+            self._send({"kind": "snapshot.attach", "ask": self._asked, "bytes": size, "have": sorted(self._sets)})
         message, fds = self._reply()
         if message["kind"] == "snapshot.refused":
             raise MemoryShortage(message["text"])
@@ -308,8 +331,11 @@ class Snapshotter:
             each.reread()
             if self._on_device:
                 each.page_lock()
-        with self._lock:
-            self._held = frozenset(message["held"])
+        with self._lock:  # of holds up to this one the agent knew
+            later = {b: left for b, numbers in self._open.items() if (left := {n for n in numbers if n > told})}
+            self._open = {b: {TOLD} | later.get(b, set()) for b in message["held"]} | {
+                b: numbers for b, numbers in later.items() if b not in message["held"]
+            }
         self._sequence = max((b.sequence for s in kept.values() for b in s.buffers.values()), default=0)
 
     def _reply(self) -> tuple[Message, Sequence[int]]:
@@ -376,22 +402,19 @@ class Snapshotter:
             self._sequence, step, epoch, generation, parent, self.rank, self.world_size, payload_bytes, meta_bytes
         )
 
-    def _next(self, hold: bool) -> tuple[Buffer, bool]:
+    def _next(self) -> Buffer:
         buffers = self._current().buffers
         with self._lock:
-            held = self._held & buffers.keys()
+            held = self._open.keys() & buffers.keys()
             number = choose([Slot(b.number, b.sequence) for b in buffers.values()], held)
             if number is None:
                 raise ProtocolError(
                     f"rank {self.rank}: all {len(buffers)} snapshot buffers are held; a hold is granted only while "
                     "three are left to rotate."
                 )
-            granted = hold and grants(len(buffers), held, number)
-            if granted:
-                self._hold(number)
             self._sequence += 1
             buffers[number].sequence = self._sequence  # with the choice: `keep` may ask for what it held
-        return buffers[number], granted
+        return buffers[number]
 
     def _finish_pending(self) -> None:
         """The host is a step ahead of the device: wait for the last copy, or a kill could find no sealed one."""
@@ -400,18 +423,14 @@ class Snapshotter:
             pending.copy.wait()
             self.poll()
 
-    def _hold(self, buffer: int) -> None:
-        """Each hold has a number: what the agent releases meanwhile is an earlier one. Under the lock."""
-        self._held |= {buffer}
-        self._holds += 1
-        self._newest_hold[buffer] = self._holds
+    def _let_go(self, buffer: int, numbers: set[int]) -> None:
+        """Under the lock. The buffer is free when no hold is left."""
+        if buffer in self._open:
+            self._open[buffer] -= numbers
+            if not self._open[buffer]:
+                del self._open[buffer]
 
-    def _tell_hold(self, buffer: int) -> None:
-        self._send({"kind": "snapshot.hold", "buffer": buffer, "hold": self._newest_hold[buffer]})
-
-    def _after(self, buffer: Buffer, held: bool) -> None:
-        if held:
-            self._tell_hold(buffer.number)
+    def _after(self) -> None:
         self._taken_in_set += 1
         if len(self._sets) > 1 and self._taken_in_set == len(self._current().buffers):
             old = sorted(self._sets)[:-1]

@@ -18,12 +18,12 @@ class Source(Protocol):
         """The descriptor of a buffer; stays the shelf's."""
         ...
 
-    def hold(self, rank: int, buffer: int) -> None:
-        """Keep a buffer from being overwritten, whatever becomes of its worker."""
+    def hold(self, rank: int, buffer: int, offer: int = 0) -> None:
+        """Keep a buffer from being overwritten, whatever becomes of its worker. `offer`: its hold that was for this."""
         ...
 
-    def release(self, rank: int, buffer: int) -> None:
-        """A buffer may be overwritten again; its worker is told."""
+    def release(self, rank: int, buffer: int, offer: int = 0) -> None:
+        """A buffer may be overwritten again; its worker is told. `offer`: nobody reads by that hold of the worker's."""
         ...
 
     def sealed(self) -> Sequence[Sealed]:

@@ -28,23 +28,18 @@ class TierClient:
         self._taken: dict[int, tuple[int, Taken]] = {}  # number → step, snapshot
         self._newest = 0
         self._wanted: tuple[int, int] | None = None  # ask, number: of a save that has not come yet
-        self._parked: tuple[int, int] | None = None  # number, buffer: held on the chance that it is wanted
+        self._parked: tuple[int, int, int] | None = None  # number, buffer, hold: on the chance that it is wanted
 
     def taken(self, number: int, step: int, taken: Taken, *, due: bool, metrics: Mapping[str, float]) -> None:
         """Save `number` is in a buffer. Main thread."""
-        offer: dict[str, Any] = {
-            "number": number,
-            "step": step,
-            "buffer": taken.buffer,
-            "due": due,
-            "held": taken.held and self._told,
-        }
+        hold = taken.hold if self._told else 0
+        offer: dict[str, Any] = {"number": number, "step": step, "buffer": taken.buffer, "due": due, "hold": hold}
         offer |= {"bytes": taken.bytes, "seconds": taken.seconds}
         self._send({"kind": f"{self._tier}.offer", **offer, **({"metrics": metrics} if metrics else {})})
         with self._lock:
             self._taken[number], self._newest = (step, taken), number
-            if taken.held and self._told:
-                self._parked = number, taken.buffer
+            if hold:
+                self._parked = number, taken.buffer, hold
             for old in sorted(self._taken)[:-REMEMBERED]:
                 del self._taken[old]
             wanted = self._wanted if self._wanted is not None and self._wanted[1] <= number else None
@@ -90,8 +85,10 @@ class TierClient:
             step, taken = self._taken.get(number, (0, None))
             parked, self._parked = self._parked, None
         if parked is not None and parked[0] != number:
-            self._snapshotter.release(parked[1])
-        if taken is not None and self._snapshotter.keep(taken.buffer, taken.sequence):
-            self._send({"kind": f"{self._tier}.staged", "ask": ask, "step": step, "buffer": taken.buffer})
+            self._snapshotter.forgo(*parked[1:])  # the keeper gives it up as it hears our answer
+        hold = 0 if taken is None else self._snapshotter.keep(taken.buffer, taken.sequence)
+        if taken is not None and hold:
+            staged = {"ask": ask, "step": step, "buffer": taken.buffer, "hold": hold}
+            self._send({"kind": f"{self._tier}.staged", **staged})
         else:
             self._send({"kind": f"{self._tier}.late", "ask": ask})

@@ -49,12 +49,12 @@ class BenchShelf:
         """See `source.Source.fd`."""
         return self.buffers[rank, buffer][0]
 
-    def hold(self, rank: int, buffer: int) -> None:
+    def hold(self, rank: int, buffer: int, offer: int = 0) -> None:
         """See `source.Source.hold`."""
         self.held.add((rank, buffer))
 
-    def release(self, rank: int, buffer: int) -> None:
-        """See `source.Source.release`."""
+    def release(self, rank: int, buffer: int, offer: int = 0) -> None:
+        """See `source.Source.release`: here the worker's hold and the tier's are one."""
         self.held.discard((rank, buffer))
 
     def sealed(self) -> Sequence[Sealed]:
@@ -229,7 +229,7 @@ class DiskBench:
         buffer = self.shelf.take(rank, step, self.generation)
         if due:
             self.shelf.hold(rank, buffer)
-            self.clients[rank].staged(buffer)
+            self.clients[rank].staged(buffer, lambda: step)
 
     def steps(self, first: int, last: int, *, write: bool = True) -> None:
         """All ranks end steps `first` to `last`; the writers work between, unless storage is slow."""

@@ -153,7 +153,7 @@ class SimWorker:
         self.world, self.rank, self.node = world, rank, node
         self.maps: dict[int, mmap.mmap] = {}
         self.current: list[int] = []
-        self.held: set[int] = set()
+        self.held: dict[int, int] = {}  # buffer → number of the newest hold; 0: what the agent told of
         self.holds = 0
         self.told: Message | None = None
         self.began: tuple[int, int] | None = None  # step and the generation that made it
@@ -191,8 +191,8 @@ class SimWorker:
         if kind.startswith("peer."):
             self.intents.on_message(message)
         elif kind == "snapshot.released":
-            if message["hold"] >= self.holds:
-                self.held.discard(message["buffer"])
+            if message["hold"] >= self.held.get(message["buffer"], 0):
+                self.held.pop(message["buffer"], None)
         elif message.get("ask") != self.asked:
             return
         elif kind == "snapshot.buffers":
@@ -212,7 +212,7 @@ class SimWorker:
         self.sets = sets
         self.current = list(max(sets)[1])
         self.told = message.get("told", self.told)
-        self.held = set(message["held"])
+        self.held = dict.fromkeys(message["held"], 0)
         found = [self._header(buffer) for buffer in self.maps]
         self.sequence = max((h.sequence for h in found if isinstance(h, Header)), default=0)
         self._restore()
@@ -245,15 +245,15 @@ class SimWorker:
         """End a step, and take its snapshot."""
         self.step += 1
         due = self.intents.due(self.step)
-        buffer, held = self._take(self.step, hold=due)
+        buffer, hold = self._take(self.step, hold=due)
         if due:
-            self.intents.staged(buffer if held else None)
+            self.intents.staged(buffer, lambda: hold)
 
-    def _take(self, step: int, *, hold: bool = False) -> tuple[int, bool]:
+    def _take(self, step: int, *, hold: bool = False) -> tuple[int, int]:
         assert self.told is not None, "it has begun"
         headers = {buffer: self._header(buffer) for buffer in self.current}
         slots = [Slot(b, h.sequence if isinstance(h, Header) else 0) for b, h in headers.items()]
-        held = self.held & set(self.current)
+        held = self.held.keys() & set(self.current)
         number = choose(slots, held)
         if number is None:
             raise Broken(f"rank {self.rank}: every buffer is held")
@@ -267,10 +267,10 @@ class SimWorker:
             segment.write(view, header, b"{}")
             segment.seal(view, self.sequence)
         if granted:
-            self.held.add(number)
             self.holds += 1
+            self.held[number] = self.holds
             self.node.hear(self.rank, {"kind": "snapshot.hold", "buffer": number, "hold": self.holds})
-        return number, granted
+        return number, self.holds if granted else 0
 
     def _header(self, buffer: int) -> Header | str:
         with memoryview(self.maps[buffer]) as view:

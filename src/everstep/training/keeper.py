@@ -165,7 +165,7 @@ class Keeper:
         due = self._disks.due(step)
         taken = self._snapshotter.take(step, hold=due)
         if due:
-            self._disks.staged(taken.buffer if taken.held else None)
+            self._disks.staged(taken.buffer, self._snapshotter.holds(taken))
         return taken.bytes
 
     def measured(self, step: int, values: Mapping[str, float]) -> None:

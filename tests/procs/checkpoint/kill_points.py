@@ -105,7 +105,7 @@ def train(link, rank, told):
         due = intents.due(state.step)
         taken = snapshots.take(state.step, hold=due)
         if due:
-            intents.staged(taken.buffer if taken.held else None)
+            intents.staged(taken.buffer, lambda: taken.hold)
         link.send({"kind": "done", "step": state.step})
 
 

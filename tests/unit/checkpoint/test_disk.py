@@ -235,7 +235,7 @@ def test_reports_of_a_dead_attempt_never_count_for_its_successor(bench, tmp_path
     old = b.disk._save.token
     b.enter()
     for rank in range(2):
-        b.disk.on_message(rank, {"kind": "disk.staged", "save": old, "buffer": 0}, ())
+        b.disk.on_message(rank, {"kind": "disk.staged", "save": old, "buffer": 0, "hold": 1}, ())
         b.disk.on_child_message(b.writers[rank], {"kind": "written", "save": old, "bytes": 1}, ())
         b.disk.on_child_message(b.writers[rank], {"kind": "published", "save": old, "bytes": 1}, ())
     assert b.tiers("committed") == []

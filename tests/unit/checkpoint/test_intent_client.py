@@ -21,10 +21,10 @@ def test_the_step_is_due_once_and_is_reported_with_its_buffer(rank):
     rank.on_message(intent("a", 3))
     assert [rank.due(step) for step in (1, 2)] == [False, False]
     assert rank.due(3)
-    rank.staged(7)
-    assert rank.sent == [{"kind": "disk.staged", "save": "a", "buffer": 7}]
+    rank.staged(7, lambda: 2)
+    assert rank.sent == [{"kind": "disk.staged", "save": "a", "buffer": 7, "hold": 2}]
     assert not rank.due(4)
-    rank.staged(8)
+    rank.staged(8, lambda: 3)
     assert len(rank.sent) == 1
 
 
@@ -55,7 +55,7 @@ def test_a_loop_that_jumps_over_the_step_says_so(rank):
 def test_a_snapshot_that_could_not_be_held_is_as_good_as_late(rank):
     rank.on_message(intent("a", 3))
     rank.due(3)
-    rank.staged(None)
+    rank.staged(1, lambda: 0)
     assert rank.sent == [{"kind": "disk.late", "save": "a", "step": 3}]
 
 

@@ -24,9 +24,21 @@ class Shelf(BenchShelf):
 
     released = staticmethod(lambda rank, buffer: None)
 
-    def release(self, rank, buffer):
-        super().release(rank, buffer)
-        self.released(rank, buffer)
+    def __init__(self, *args, **rest):
+        super().__init__(*args, **rest)
+        self.offers = set()  # rank, buffer, hold
+
+    def hold(self, rank, buffer, offer=0):
+        super().hold(rank, buffer)
+        self.offers.discard((rank, buffer, offer))
+
+    def release(self, rank, buffer, offer=0):
+        if offer:
+            self.offers.discard((rank, buffer, offer))
+        else:
+            super().release(rank, buffer)
+        if (rank, buffer) not in self.held | {each[:2] for each in self.offers}:
+            self.released(rank, buffer)
 
     def fill(self, rank, buffer, step, generation, sequence):
         self.drop(rank, buffer)
@@ -41,8 +53,8 @@ class Rank:
     def __init__(self, bench, rank):
         self.bench, self.rank = bench, rank
         self.sequences = dict.fromkeys(range(BUFFERS), 0)
-        self.held, self.count, self.number = set(), 0, 0
-        self.holds, self.newest_hold = 0, {}
+        self.count = self.number = self.holds = 0
+        self.open = {}  # buffer → holds
         self.inbox, self.outbox = deque(), deque()
         self.fates = {}
         self.client = TierClient("disk", self.outbox.append, self, self, told=True)
@@ -51,19 +63,21 @@ class Rank:
 
     def keep(self, buffer, sequence):
         if self.sequences[buffer] != sequence or not rotation.grants(BUFFERS, self.held, buffer):
-            return False
-        self.tell_hold(buffer)
-        return True
-
-    def release(self, buffer, hold=None):
-        if hold is None or hold >= self.newest_hold.get(buffer, 0):
-            self.held.discard(buffer)
-
-    def tell_hold(self, buffer):
-        self.held.add(buffer)
+            return 0
         self.holds += 1
-        self.newest_hold[buffer] = self.holds
+        self.open.setdefault(buffer, set()).add(self.holds)
         self.outbox.append({"kind": "snapshot.hold", "buffer": buffer, "hold": self.holds})
+        return self.holds
+
+    def release(self, buffer, heard):
+        self.open[buffer] = {hold for hold in self.open.get(buffer, ()) if hold > heard}
+
+    def forgo(self, buffer, hold):
+        self.open[buffer].discard(hold)
+
+    @property
+    def held(self):
+        return {buffer for buffer, holds in self.open.items() if holds}
 
     # as Book
 
@@ -82,10 +96,7 @@ class Rank:
         self.sequences[buffer] = self.count
         self.bench.shelf.fill(self.rank, buffer, step, self.bench.generation, self.count)
         self.number += 1
-        held = due and rotation.grants(BUFFERS, self.held, buffer)
-        if held:
-            self.tell_hold(buffer)
-        taken = Taken(step, buffer, 1, 0.0, held, self.count)
+        taken = Taken(step, buffer, 1, 0.0, self.keep(buffer, self.count) if due else 0, self.count)
         self.client.taken(self.number, step, taken, due=due, metrics=metrics or {})
 
     def hear(self):
@@ -108,6 +119,7 @@ class Rank:
             self.bench.disk.on_message(self.rank, message, ())
         else:
             self.bench.heard_holds[self.rank, message["buffer"]] = message["hold"]
+            self.bench.shelf.offers.add((self.rank, message["buffer"], message["hold"]))
         return True
 
 
@@ -226,6 +238,23 @@ def test_skip_saves_nothing_that_comes_while_it_is_busy(bench):
     b.work()
     assert b.fates == {1: "committed", 2: "skipped", 3: "skipped", 4: "committed"}
     assert b.tiers("committed") == [1, 4]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_save_that_is_long_in_being_published_is_followed_by_the_newest(bench, tmp_path, world_size):
+    """Its buffers are free when its shards are written: one is held meanwhile, and more come than are remembered."""
+    b = bench(world_size=world_size)
+    b.save(1)
+    b.write(world_size)  # of each rank its shard; not the merge
+    b.settle()
+    for step in range(2, 60):
+        b.save(step)
+        assert all(len(rank.held) <= 1 for rank in b.ranks)
+    b.work()
+    assert b.fates[59] == "committed"
+    assert all(what in ("committed", "committed by 59") for number, what in b.fates.items() if number > 1)
+    check(tmp_path, 59, world_size)
+    assert b.shelf.held == set()
 
 
 def test_what_is_not_due_here_is_only_remembered(bench):

@@ -127,7 +127,7 @@ def test_a_buffer_is_not_written_again_before_its_reader_is_done(bench):
         taken = worker.take(step, hold=reading is None and step % 2 == 0)
         if taken.held:
             reading = (step, taken.buffer)
-            b.shelf.hold(0, taken.buffer)
+            b.shelf.hold(0, taken.buffer, taken.hold)
         if reading is not None:
             buffer = worker._current().buffers[reading[1]]
             header = buffer.header()

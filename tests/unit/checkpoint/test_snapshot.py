@@ -184,7 +184,9 @@ def test_a_held_buffer_stays_as_it_is_until_it_is_released(bench):
     assert isinstance(header, Header)
     assert header.step == 1
     b.shelf.release(0, held.buffer)
-    b.shelf.release(0, held.buffer)
+    assert b.shelf.held(0) == {held.buffer}  # it is kept for a tier that has not asked yet
+    b.shelf.release(0, held.buffer, held.hold)
+    b.shelf.release(0, held.buffer, held.hold)
     assert b.shelf.held(0) == frozenset()
     assert worker.take(10).buffer == held.buffer
 
@@ -193,8 +195,9 @@ def test_a_hold_outlives_its_worker(bench):
     b = bench()
     (worker,) = b.enter()
     worker.bind(build())
-    held = worker.take(1, hold=True).buffer
-    b.shelf.hold(0, held)  # the slower tier takes it
+    taken = worker.take(1, hold=True)
+    held = taken.buffer
+    b.shelf.hold(0, held, taken.hold)  # the slower tier takes it
     worker.take(2)
     (spare,) = b.enter(replace=(0,))
     assert b.told[0]["held"] == [held]
