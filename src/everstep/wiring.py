@@ -7,6 +7,7 @@ from everstep import __version__
 from everstep.checkpoint import flags, peer_flags
 from everstep.checkpoint.core.budget import bytes_of
 from everstep.checkpoint.disks import disks_of, nearest_first
+from everstep.checkpoint.hashing import Hashing
 from everstep.checkpoint.shelf import Shelf
 from everstep.checkpoint.tier_settings import MAIN
 from everstep.checkpoint.told_shelf import ToldShelf
@@ -61,6 +62,7 @@ def riders(config: LaunchConfig) -> Riders:
     several = config.nnodes > 1
     shelf = ToldShelf(cap_bytes=cap_bytes, readers=0) if several else Shelf(cap_bytes=cap_bytes, readers=readers)
     riding.companions.append(shelf)
+    riding.companions.append(Hashing(shelf))
     disks = disks_of(places, shelf, config.grace_s)
     shelf.older = lambda: nearest_first(disks)
     riding.companions += disks

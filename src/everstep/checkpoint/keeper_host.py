@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from everstep.checkpoint import reading_beside
 from everstep.checkpoint.asked_shelf import AskedShelf
 from everstep.checkpoint.keeper_claims import Claims
+from everstep.checkpoint.hashing import Hashing
 from everstep.checkpoint.keeper_ledger import KeeperLedger
 from everstep.checkpoint.ondemand import OnDemand
 from everstep.checkpoint.tier_settings import MAIN
@@ -87,6 +88,8 @@ class KeeperHost:
     def start(self) -> None:
         """Start all that rides here; raises EverstepError where a directory cannot serve."""
         self.shelf.start(_OwnHost(self, self.shelf))
+        hashing = Hashing(self.shelf)
+        hashing.start(_OwnHost(self, hashing))
         for tier in self.tiers:
             tier.start(_OwnHost(self, tier))
 

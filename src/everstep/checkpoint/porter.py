@@ -208,7 +208,7 @@ class Porter:
             if (header.rank, header.step, header.epoch, header.generation) != wanted:
                 raise NotCarried(f"the buffer holds step {header.step} of rank {header.rank}, not what was to be sent")
             if segment.checksum_of(view, header) is None:
-                segment.put_checksum(view, header.sequence, segment.checksum(view, header))
+                segment.put_checksum(view, header, segment.checksum(view, header))
             return header.meta_offset + header.meta_bytes
 
     def _say(self, message: Mapping[str, Any]) -> None:

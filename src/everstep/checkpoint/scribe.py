@@ -145,7 +145,7 @@ class Scribe:
         if _header(buffer, target, self._rank) != header:
             raise CheckpointError(f"the snapshot of step {target.step} was overwritten while it was being written")
         with buffer[start : start + header.payload_bytes] as payload:
-            segment.put_checksum(buffer, header.sequence, xxhash.xxh3_64_intdigest(payload))
+            segment.put_checksum(buffer, header, xxhash.xxh3_64_intdigest(payload))
         return fragment
 
     def _sealed(self, buffer: memoryview, target: Target) -> segment.Header:

@@ -98,7 +98,7 @@ class SimPorter:
                 self.say({"kind": "refused", "transfer": order["transfer"], "text": f"{header}"})
                 return
             if segment.checksum_of(view, header) is None:
-                segment.put_checksum(view, header.sequence, segment.checksum(view, header))
+                segment.put_checksum(view, header, segment.checksum(view, header))
             length = header.meta_offset + header.meta_bytes
         if there is None or not there.alive or order["ticket"] not in there.expected:
             self.say({"kind": "refused", "transfer": order["transfer"], "text": "nobody is there, or it is not wanted"})

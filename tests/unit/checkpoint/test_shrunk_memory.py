@@ -170,7 +170,7 @@ def hash_all(b):
             found = segment.header()
             if isinstance(found, Header):
                 payload = segment._map[found.payload_offset :][: found.payload_bytes]
-                put_checksum(segment._map, found.sequence, xxhash.xxh3_64_intdigest(payload))
+                put_checksum(segment._map, found, xxhash.xxh3_64_intdigest(payload))
 
 
 @pytest.mark.parametrize("size", [2, 3])

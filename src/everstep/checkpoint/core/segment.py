@@ -11,8 +11,9 @@ Rule 2: the seal is trusted for the payload (EXPERIMENTS M7: no hashing in the l
     process whole); a checksum covers header and meta, since a reader acts on what they say.
 Rule 3: every snapshot says its lineage: the epoch and generation that made it and the step that generation began
     from (-1: from the beginning). Snapshots of two lineages are never combined.
-    Whoever reads the whole payload first (a writer) leaves its checksum beside the seal: from then on the copy is
-    hashed, and a restore compares it (CL-17).
+    Whoever reads the whole payload first (a writer, an idle pass) leaves its checksum beside the seal: from then on
+    the copy is hashed, and a restore compares it (CL-17). Nobody waits for it: it may come when the buffer is another
+    snapshot's by now, and says of which header it is, so that it is none of that one's.
 Rule 4: `parse` never raises: it returns a header, or the reason why there is none.
 """
 
@@ -91,10 +92,7 @@ def write(buffer: Writable, header: Header, meta: bytes) -> None:
     if needed > len(view):
         raise ValueError(f"a snapshot of {needed} bytes does not fit a buffer of {len(view)}; ask for a larger one")
     start = align(HEADER_BYTES + header.payload_bytes)
-    body = _BODY.pack(
-        VERSION, HEADER_BYTES, header.sequence, header.step, header.epoch, header.generation, header.parent,
-        header.rank, header.world_size, HEADER_BYTES, header.payload_bytes, start, len(meta),
-    )  # fmt: skip
+    body = _packed(header, start, len(meta))
     view[start : start + len(meta)] = meta
     _MAGIC.pack_into(view, 0, MAGIC)
     view[_BODY_AT:_CHECKSUM_AT] = body
@@ -107,10 +105,21 @@ def seal(buffer: Writable, sequence: int) -> None:
     _WORD.pack_into(buffer, _SEAL_AT, sequence)
 
 
-def put_checksum(buffer: Writable, sequence: int, checksum: int) -> None:
-    """Leave the payload's checksum (xxh3) beside the seal of snapshot `sequence`. The buffer must be held."""
-    _DIGEST.pack_into(buffer, _DIGEST_AT, checksum, checksum ^ sequence ^ _ALL_ONES)
-    _WORD.pack_into(buffer, _HASHED_AT, sequence)
+def peek(buffer: Writable) -> tuple[int, bool]:
+    """Return the sequence of what is sealed (0: nothing is, as far as the seal says), and whether it is hashed.
+
+    A glance at a few words: `parse` verifies, and `checksum_of`.
+    """
+    (sealed,) = _WORD.unpack_from(buffer, _SEAL_AT)
+    (inverted,) = _WORD.unpack_from(buffer, _INVERTED_AT)
+    (hashed,) = _WORD.unpack_from(buffer, _HASHED_AT)
+    return (sealed, hashed == sealed) if inverted == sealed ^ _ALL_ONES else (0, False)
+
+
+def put_checksum(buffer: Writable, header: Header, checksum: int) -> None:
+    """Leave the payload's checksum (xxh3) beside the seal of the snapshot with that header."""
+    _DIGEST.pack_into(buffer, _DIGEST_AT, checksum, checksum ^ _mark(header))
+    _WORD.pack_into(buffer, _HASHED_AT, header.sequence)
 
 
 def checksum_of(buffer: Readable, header: Header) -> int | None:
@@ -119,7 +128,19 @@ def checksum_of(buffer: Readable, header: Header) -> int | None:
     if sequence != header.sequence:
         return None
     checksum, guard = _DIGEST.unpack_from(buffer, _DIGEST_AT)
-    return checksum if guard == checksum ^ sequence ^ _ALL_ONES else None
+    return checksum if guard == checksum ^ _mark(header) else None
+
+
+def _mark(header: Header) -> int:
+    """Of two snapshots of one sequence (the second after a rollback) the lineage differs, and with it this number."""
+    return xxhash.xxh3_64_intdigest(_packed(header, header.meta_offset, header.meta_bytes))
+
+
+def _packed(header: Header, meta_offset: int, meta_bytes: int) -> bytes:
+    return _BODY.pack(
+        VERSION, HEADER_BYTES, header.sequence, header.step, header.epoch, header.generation, header.parent,
+        header.rank, header.world_size, HEADER_BYTES, header.payload_bytes, meta_offset, meta_bytes,
+    )  # fmt: skip
 
 
 def checksum(buffer: Readable, header: Header) -> int:

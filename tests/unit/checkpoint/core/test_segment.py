@@ -106,7 +106,7 @@ def test_noise_never_raises():
 
 def hashed() -> bytearray:
     buffer = sealed()
-    put_checksum(buffer, 7, xxhash.xxh3_64_intdigest(bytes(buffer[HEADER_BYTES : HEADER_BYTES + 1000])))
+    put_checksum(buffer, parse(buffer), xxhash.xxh3_64_intdigest(bytes(buffer[HEADER_BYTES : HEADER_BYTES + 1000])))
     return buffer
 
 
