@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from everstep.checkpoint import reading_beside
 from everstep.checkpoint.asked_shelf import AskedShelf
-from everstep.checkpoint.keeper_claims import Claims
 from everstep.checkpoint.hashing import Hashing
+from everstep.checkpoint.keeper_claims import Claims
 from everstep.checkpoint.keeper_ledger import KeeperLedger
 from everstep.checkpoint.ondemand import OnDemand
 from everstep.checkpoint.tier_settings import MAIN
