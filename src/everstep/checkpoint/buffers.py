@@ -12,6 +12,8 @@ from everstep.checkpoint.core.segment import Header, parse
 from everstep.checkpoint.staging import Copied, Pair, Scratch, grouped, page_lock, page_unlock
 from everstep.checkpoint.tensors import Part, view
 
+_Grouped = tuple[tuple[Part, ...], list[Copied], list[Copied]]
+
 
 class Buffer:
     """One mapped buffer. Every page is touched when it is mapped, so no step pays for it."""
@@ -24,7 +26,8 @@ class Buffer:
         self.bytes = memoryview(self._map)
         self.raw = torch.frombuffer(self._map, dtype=torch.uint8)
         self._locked = False
-        self._groups: tuple[tuple[Part, ...], list[Copied], list[Copied]] | None = None
+        self._groups: _Grouped | None = None
+        self._others: list[_Grouped] = []  # of the parts that may change, one after the other
 
     def header(self) -> Header | str:
         """Return what the buffer says of itself, or why it says nothing."""
@@ -42,18 +45,22 @@ class Buffer:
     def groups(
         self, payload_at: int, stable: Sequence[Part], changing: Iterable[Part], scratch: Scratch | None = None
     ) -> tuple[list[Copied], list[Copied]]:
-        """Return what is to be copied where: (early, late). Views for the stable parts are made once.
+        """Return what is to be copied where: (early, late). Views are made once for the stable parts, and for others.
 
         They are used again for the same leaves, which say where in the payload, and the same sources.
         """
         known = self._groups
         if known is None or not _alike(known[0], stable):
             known = self._groups = (tuple(stable), *self._make(payload_at, stable, scratch))
-        changing = [part for part in changing if part.sources]
-        if not changing:
+        before = self._others
+        self._others = []
+        for n, part in enumerate(part for part in changing if part.sources):
+            again = n < len(before) and _alike(before[n][0], (part,))
+            self._others.append(before[n] if again else ((part,), *self._make(payload_at, (part,), scratch)))
+        if not self._others:
             return known[1], known[2]
-        early, late = self._make(payload_at, changing, scratch)
-        return [*known[1], *early], [*known[2], *late]
+        made = known, *self._others
+        return [group for _, early, _ in made for group in early], [group for _, _, late in made for group in late]
 
     def page_lock(self) -> None:
         """Make it fit for fast copies from a device; once for as long as it is mapped."""
@@ -68,7 +75,7 @@ class Buffer:
 
     def forget(self) -> None:
         """Drop views and sources: the model that they belong to is going away."""
-        self._groups = None
+        self._groups, self._others = None, []
 
     def _make(
         self, payload_at: int, parts: Iterable[Part], scratch: Scratch | None

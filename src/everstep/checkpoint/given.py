@@ -24,6 +24,7 @@ from everstep.errors import UsageError
 
 Holder = MutableMapping[Any, Any] | MutableSequence[Any] | Mapping[Any, Any] | tuple[Any, ...]
 DEEPEST = 100
+_VALUES = frozenset({Tensor, nn.Parameter, int, float, str, bool, type(None)})
 
 
 class Value:
@@ -109,6 +110,7 @@ def _holds_object(container: Any, depth: int) -> bool:
     return any(
         _is_object(thing) or (isinstance(thing, Mapping | list | tuple) and _holds_object(thing, depth + 1))
         for thing in inside  # pyright: ignore[reportUnknownVariableType]
+        if type(thing) not in _VALUES  # pyright: ignore[reportUnknownArgumentType] - most are, at every save
     )
 
 

@@ -34,6 +34,7 @@ from everstep.checkpoint.core.layout import (
 from everstep.checkpoint.core.plain import Plain, plain
 from everstep.checkpoint.core.rectangles import Rectangle
 from everstep.checkpoint.core.sharing import Extent, shared
+from everstep.checkpoint.outline import Outline
 from everstep.checkpoint.sharded import facts, is_sharded_tensor, local_of, shards_of, spec_of
 
 Payload = Callable[[Leaf], bytearray | memoryview]
@@ -274,10 +275,14 @@ class Reading:
         self._name, self._replicated, self._per_rank = name, replicated, per_rank
         self._allow_pickle = allow_pickle
         self._known: Plain | None = None
+        self._outline: Outline | None = None
         self._part: Part | None = None
 
     def part(self, value: Any) -> Part:
-        """Return `value` as a part: in one call where it is plain, node by node where it holds tensors."""
+        """Return `value` as a part: in one call where it is plain, node by node where it holds tensors.
+
+        The part of the last time, where nothing but the bytes of tensors may have changed since.
+        """
         known, part = self._known, self._part
         if part is None or not part.section.leaves:  # what held a tensor the last time will hold one now
             made = plain(value, known)
@@ -286,12 +291,17 @@ class Reading:
                     part = Part(Section(self._name, made.value, (), self._per_rank, made.text), ())
                 self._known, self._part = made, part
                 return part
+        outline, known_outline, self._outline = Outline.of(value), self._outline, None
+        if part is None or outline is None or known_outline is None or not known_outline.same(outline, part.sources):
+            part = self._walked(value)
+        self._known, self._outline, self._part = None, outline, part
+        return part
+
+    def _walked(self, value: Any) -> Part:
         collector = Collector(self._name, self._replicated, self._per_rank, self._allow_pickle)
-        self._known = None
         tree = collector.node(self._name, value)
         collector.share()
-        self._part = collector.part(tree, per_rank=self._per_rank)
-        return self._part
+        return collector.part(tree, per_rank=self._per_rank)
 
 
 def _names(values: list[Any]) -> bool:

@@ -106,20 +106,19 @@ class StateWalk:
         self.payload_bytes = 0  # of what was last collected
         self.stable = 0  # of the parts last collected, so many first ones are usually kept between walks
         self._placed: list[_Placed] = []
+        self._changing: list[_Placed] = []
 
     def collect(self) -> tuple[Layout, list[Part]]:
         """Walk: return the layout and its parts. Parts that did not change are the objects of the last walk."""
         lasting = [part for source in self._sources for part in source.stable()]
         lasting.append(self._generators.part())
         if [placed.given for placed in self._placed] != lasting:
-            self._place(lasting)
-        parts, end = [placed.part for placed in self._placed], self._placed[-1].end
-        self.stable = len(parts)
-        for source in self._sources:
-            for part in source.changing():
-                placed, end = part.placed(end)
-                parts.append(placed)
-        self.payload_bytes = end
+            self._placed = _laid_out(lasting, 0, self._placed)
+        self.stable = len(lasting)
+        changing = [part for source in self._sources for part in source.changing()]
+        self._changing = _laid_out(changing, self._placed[-1].end, self._changing)
+        parts = [placed.part for placed in (*self._placed, *self._changing)]
+        self.payload_bytes = self._changing[-1].end if self._changing else self._placed[-1].end
         return Layout(self.rank, self.world_size, tuple([p.section for p in parts])), parts
 
     def on_device(self) -> bool:
@@ -231,19 +230,6 @@ class StateWalk:
             if all(name in saved for name in source.names()):
                 yield from source.mismatches(saved)
 
-    def _place(self, parts: list[Part]) -> None:
-        """Lay lasting parts out one after another; leaves that lay there before are the same objects again."""
-        end, placed = 0, list[_Placed]()
-        for n, part in enumerate(parts):
-            known = self._placed[n] if n < len(self._placed) else None
-            if known is None or known.start != end or known.given.section.leaves is not part.section.leaves:
-                known = _Placed(part, end, *part.placed(end))
-            elif known.given is not part:
-                known = _Placed(part, end, part.having(known.part.section.leaves), known.end)
-            placed.append(known)
-            end = known.end
-        self._placed = placed
-
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
@@ -253,6 +239,20 @@ class _Placed:
     start: int
     part: Part
     end: int
+
+
+def _laid_out(parts: list[Part], start: int, before: list[_Placed]) -> list[_Placed]:
+    """Lay parts out one after another from `start` on; leaves that lay there before are the same objects again."""
+    end, placed = start, list[_Placed]()
+    for n, part in enumerate(parts):
+        known = before[n] if n < len(before) else None
+        if known is None or known.start != end or known.given.section.leaves is not part.section.leaves:
+            known = _Placed(part, end, *part.placed(end))
+        elif known.given is not part:
+            known = _Placed(part, end, part.having(known.part.section.leaves), known.end)
+        placed.append(known)
+        end = known.end
+    return placed
 
 
 @dataclass(frozen=True, slots=True)
