@@ -105,7 +105,7 @@ def train(link, rank, told):
         due = intents.due(state.step)
         taken = snapshots.take(state.step, hold=due)
         if due:
-            intents.staged(taken.buffer, lambda: taken.hold)
+            intents.staged(taken.buffer, snapshots.holds(taken))
         link.send({"kind": "done", "step": state.step})
 
 

@@ -67,7 +67,7 @@ class Both:
                 if any(due):
                     self.shelf.hold(rank, buffer)
                 for half in self.halves:
-                    half.clients[rank].staged(buffer, lambda: step)
+                    half.clients[rank].staged(buffer, lambda step=step: step)
             if main:
                 self.main.write()
             if near:

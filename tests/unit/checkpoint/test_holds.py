@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from everstep.checkpoint.core.budget import Memory
+from everstep.checkpoint.intent_client import DIRECTORIES, Disks
 from everstep.checkpoint.shares import shares
 from everstep.checkpoint.shelf import Shelf
-from everstep.checkpoint.snapshot import Snapshotter
+from everstep.checkpoint.snapshot import Snapshotter, Taken
 from everstep.checkpoint.tier_client import TierClient
 from everstep.testing.loopback import LoopbackHost
 
@@ -239,5 +240,35 @@ def test_a_hold_told_while_buffers_are_asked_for_is_not_forgotten():
         assert numbers[0] > 0
         assert taken.buffer in worker._open
         assert worker._open[taken.buffer] == {numbers[0]}
+    finally:
+        world.close()
+
+
+def test_directories_that_want_one_step_hold_it_each_for_itself():
+    """The first gives it up (its save is void) before the other has taken it: it stays."""
+    world = World(0, 2)
+    try:
+        near, main = world.tiers.values()
+        told = []
+        disks = Disks(told.append)
+        for tier in DIRECTORIES:
+            disks.on_message({"kind": f"{tier}.intent", "save": tier, "step": 1})
+        assert disks.due(1)
+        taken = world.worker.take(1, hold=True)
+        disks.staged(taken.buffer, world.worker.holds(taken))
+        while world.to_agent:
+            world.arrive_at_agent()
+        first, second = [message["hold"] for message in told]
+        assert first != second
+        near.share.release(0, taken.buffer, first)
+        while world.to_worker:
+            world.arrive_at_worker()
+        assert taken.buffer not in {world.worker.take(step).buffer for step in range(2, 12)}
+        main.share.hold(0, taken.buffer, second)
+        main.share.release(0, taken.buffer)
+        while world.to_worker:
+            world.arrive_at_worker()
+        assert taken.buffer in {world.worker.take(step).buffer for step in range(12, 18)}
+        assert world.worker.holds(Taken(9, 0, 1, 0.0))() == 0
     finally:
         world.close()
