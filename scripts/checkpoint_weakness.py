@@ -256,10 +256,36 @@ def counted() -> None:
     say(f"{len(saved)} after a save, {len(children())} once DCP asks for results; {pss:.0f} MB (PSS) in all")
 
 
+def buckets() -> None:
+    """Write the files of one save on a disk whose every fsync takes a second: one of them, and four."""
+    _written(1, "first")  # what stands beside a save is begun once
+    strace = ["strace", "-f", "-qq", "-o", "/dev/null", "-p", str(os.getpid()), "-e", "trace=fsync"]
+    delaying = subprocess.Popen([*strace, "-e", "inject=fsync:delay_enter=1000000"])
+    time.sleep(2.0)
+    took = [_written(count, f"of-{count}") for count in (1, 4)]
+    delaying.terminate()
+    say(f"one file {took[0]:.1f} s, four {took[1]:.1f} s")
+
+
+def _written(count: int, name: str) -> float:
+    state = {f"w{n}": torch.ones(1000) for n in range(8)}
+    writer = module("async_ckpt.filesystem_async").FileSystemWriterAsync(f"{FOLDER}/{name}", thread_count=count)
+    os.makedirs(f"{FOLDER}/{name}", exist_ok=True)
+    module("async_ckpt.state_dict_saver").save_state_dict_async_plan(state, writer, None, 0)
+    write, preload, given = writer.get_save_function_and_args()
+    arguments = list(given)
+    if preload is not None:
+        arguments[1] = preload()
+    began = time.monotonic()
+    write(*arguments)
+    return time.monotonic() - began
+
+
 CASES = {
     "W41": lambda: missing(False), "W41 left": lambda: left(False), "W41 killed": lambda: killed(False),
     "W42": lambda: missing(True), "W42 left": lambda: left(True), "W42 killed": lambda: killed(True), "W43": host,
-    "W44": overwritten, "W46": cut, "W47": large, "W48": odd, "W51": unguarded, "W52": orphan, "W53": counted,
+    "W44": overwritten, "W45": buckets, "W46": cut, "W47": large, "W48": odd, "W51": unguarded, "W52": orphan,
+    "W53": counted,
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ DOES = {
     "W42 killed": "the worker is killed",
     "W43": "tensors of the host, `torch.cuda.synchronize` as it is",
     "W44": "the worker is killed while it writes over a good file",
+    "W45": "the files of one save, where every fsync takes a second (strace delays it)",
     "W46": "the newest of two local checkpoints is cut",
     "W47": "the name of iteration 10,000,000",
     "W48": "groups of two among three ranks",
@@ -32,7 +33,6 @@ DOES = {
     "W53": "what stands beside a trainer that has saved",
 }
 NOT_RUN = {
-    "W45": "the order of writes within DCP's writer; ours begins all at once",
     "W49": "a copy from a device that is not waited for: needs a device",
     "W50": "nesting and sharded tensors: in W43's row, since NVRx's class takes no tensor of the host",
 }

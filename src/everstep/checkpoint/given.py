@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.core.layout import Layout, Pickled, Pieces, Ref, Section
 from everstep.checkpoint.generators import is_generator
@@ -123,7 +124,7 @@ def _into(live: Any, value: Any) -> Any:
         return _into_shards(live, value)
     if isinstance(live, Tensor) and isinstance(value, Tensor) and _alike(live, value):
         with torch.no_grad():
-            local_of(live).copy_(value)
+            local_of(live).copy_(local_of(value))
         return live
     if isinstance(live, np.ndarray) and isinstance(value, np.ndarray) and _same_array(live, value):
         live[...] = value
@@ -154,9 +155,10 @@ def _into_shards(live: Any, value: Any) -> Any:
 
 
 def _alike(live: Tensor, value: Tensor) -> bool:
-    local = local_of(live)
+    here, there = local_of(live), local_of(value)
     strided = live.layout is value.layout is torch.strided  # a sparse tensor has no memory that could be written to
-    return bool(strided and local.shape == value.shape and local.dtype == value.dtype)
+    whole = live.shape == value.shape and isinstance(live, DTensor) == isinstance(value, DTensor)
+    return bool(strided and whole and here.shape == there.shape and here.dtype == there.dtype)
 
 
 def _same_array(live: Any, value: Any) -> bool:

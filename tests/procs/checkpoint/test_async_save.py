@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -16,7 +17,11 @@ import torch
 
 from everstep.checkpoint.archive_file import verify
 from everstep.checkpoint.async_ckpt.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
+from everstep.checkpoint.async_ckpt.filesystem_async import FileSystemWriterAsync
+from everstep.checkpoint.async_ckpt.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from everstep.checkpoint.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
+from everstep.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
+from everstep.checkpoint.local.ckpt_managers.local_manager import LocalCheckpointManager
 from everstep.errors import CheckpointError, MemoryShortage
 from everstep.inprocess.abort import AbortPersistentCheckpointProcesses
 from everstep.inprocess.state import State
@@ -309,7 +314,11 @@ def test_too_little_memory_is_an_error_with_both_numbers(tmp_path, monkeypatch):
 
 SCRIPT = """
 import sys, torch
+from everstep.checkpoint.async_ckpt.filesystem_async import FileSystemWriterAsync
+from everstep.checkpoint.async_ckpt.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from everstep.checkpoint.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
+from everstep.checkpoint.local.basic_state_dict import BasicTensorAwareStateDict
+from everstep.checkpoint.local.ckpt_managers.local_manager import LocalCheckpointManager
 class Config: pass
 checkpoint = TorchAsyncCheckpoint()
 checkpoint.async_save({"w": torch.ones(3), "config": Config()}, sys.argv[1] + "/x.pt")
@@ -375,3 +384,45 @@ def test_objects_that_nobody_holds_any_more_and_forked_children_lose_no_save(tmp
             checkpoint.async_save({"n": 4}, tmp_path / "4.pt")
             checkpoint.finalize_async_save(blocking=True)
     assert [load(tmp_path / f"{n}.pt")["n"] for n in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_full_disk_fails_each_kind_of_save_by_name_leaves_what_was_there_and_serves_again(tmp_path):
+    """CS-26, W41, W44, on a real tmpfs of 1 MB: a file, a DCP save, a local one, each by a real worker."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(where)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs leave to mount a file system: {done.stderr.strip()}")
+    small, large = ({"w": torch.ones(n), "n": n} for n in (1000, 400_000))
+    queue, manager = AsyncCallsQueue(), LocalCheckpointManager(str(where / "local"))
+    try:
+        with closing(TorchAsyncCheckpoint()) as own:
+
+            def saved(state, n):
+                own.async_save(state, where / "x.pt")
+                own.finalize_async_save(blocking=True)
+                writer = FileSystemWriterAsync(str(where / f"step-{n}"), thread_count=2)
+                planned = save_state_dict_async_plan(state, writer)
+                fn, preload, args = writer.get_save_function_and_args()
+                finish = partial(save_state_dict_async_finalize, *planned)
+                queue.schedule_async_request(AsyncRequest(fn, args, [finish], preload_fn=preload))
+                queue.schedule_async_request(manager.save(BasicTensorAwareStateDict(state), n, is_async=True))
+                queue.maybe_finalize_async_calls(blocking=True)
+
+            saved(small, 1)
+            own.async_save(large, where / "x.pt")
+            with pytest.raises(CheckpointError, match=r"No space left on device.*x\.pt is what it was before"):
+                own.finalize_async_save(blocking=True)
+            request = manager.save(BasicTensorAwareStateDict(large), 2, is_async=True)
+            queue.schedule_async_request(request)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                queue.maybe_finalize_async_calls(blocking=True)
+            assert load(where / "x.pt")["n"] == 1000
+            assert LocalCheckpointManager(str(where / "local")).find_latest() == 1
+            saved(small, 3)
+            assert load(where / "x.pt")["n"] == 1000
+            assert LocalCheckpointManager(str(where / "local")).find_latest() == 3
+            assert {name for name in os.listdir(where) if not name.startswith("x.pt")} == {"step-1", "step-3", "local"}
+    finally:
+        queue.close(abort=True)
+        subprocess.run(["umount", "--lazy", str(where)], capture_output=True)

@@ -10,12 +10,16 @@ import subprocess
 import sys
 import textwrap
 import time
+import traceback
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from everstep.checkpoint import Checkpointer, catalog
 from everstep.errors import CheckpointError, ConfigurationError, UsageError
@@ -157,6 +161,48 @@ def test_a_server_that_fails_refuses_or_hangs_fails_saves_by_name_and_a_restore_
     door.mode = "open"
     door.released.set()
     assert again.restore(back).step == 9
+
+
+def forked(size, body, tmp_path):
+    """Ranks over gloo; all must end well."""
+    pids, store = [], tmp_path / f"store-{next(NUMBERS)}"
+    for rank in range(size):
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
+                body(rank, init_device_mesh("cpu", (size,)))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            os._exit(code)
+        pids.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * size
+
+
+def test_state_in_shards_is_taken_up_from_a_store_by_a_world_of_another_size(door, tmp_path):
+    """Saved by three ranks, uneven; taken up by two, in place, each reading what it needs."""
+    url = f"s3://bucket/one-{next(NUMBERS)}"
+    whole = torch.arange(70_000.0).view(7, 10_000)
+
+    def save(rank, mesh):
+        with Checkpointer(url) as ckpt:
+            state = {"w": distribute_tensor(whole + 1, mesh, [Shard(0)]), "n": 3}
+            assert ckpt.save(3, state).wait(PATIENCE_S).what == "committed"
+
+    def restore(rank, mesh):
+        with Checkpointer(url) as ckpt:
+            live = distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)])
+            state = {"w": live, "n": 0}
+            assert ckpt.restore(state).tier == "disk"
+            assert state["w"] is live
+            assert live.full_tensor().equal(whole + 1)
+            assert state["n"] == 3
+
+    forked(3, save, tmp_path)
+    forked(2, restore, tmp_path)
 
 
 # A directory whose server stands still.
