@@ -34,7 +34,11 @@ LOOK_S = 0.05
 
 
 class Claim:
-    """One job's hold on a directory, from `take` to `close`. `moving` is told whenever the directory has answered."""
+    """One job's hold on a directory, from `take` to `close`. `moving` is told whenever the directory has answered.
+
+    `several`: writers of other nodes share it, and go on where this one goes: its owner file stays, unless `over` says
+    that the job has ended. What stays is swept by the next start.
+    """
 
     def __init__(
         self,
@@ -43,7 +47,10 @@ class Claim:
         clock: Clock = SYSTEM,
         moving: Callable[[], None] = lambda: None,
         job: str | None = None,
+        *,
+        several: bool = False,
     ) -> None:
+        self.over = not several
         self.directory = os.path.abspath(directory)
         self.job = job or secrets.token_hex(4)
         self.fd = -1
@@ -75,7 +82,8 @@ class Claim:
     def close(self) -> None:
         """Give the claim up."""
         if self.fd >= 0:
-            self._try_unlink(names.owner(self.job))  # one that stays is swept by the next start
+            if self.over:
+                self._try_unlink(names.owner(self.job))  # one that stays is swept by the next start
             os.close(self.fd)
             self.fd = -1
 

@@ -77,9 +77,12 @@ class Disk(Saves):
         if self.before is None:
             self._check_that_one_is_whole()
         if findings is not None:
-            called = "" if self.tier == TIER else f"{self.tier}-"
-            self._writers_begun = Writers(host, self.directory, self._hold.lock, self._patience.sign_s, called)
-            self._writers.start()
+            self._begin_writers(host)
+
+    def _begin_writers(self, host: Host) -> None:
+        called = "" if self.tier == TIER else f"{self.tier}-"
+        self._writers_begun = Writers(host, self.directory, self._hold.lock, self._patience.sign_s, called)
+        self._writers.start()
 
     def _opened(self) -> Findings | None:
         """Have the directory; None where it cannot serve and is done without."""
@@ -254,7 +257,7 @@ class Disk(Saves):
         """Choose the next intent and tell the ranks, where a generation runs and no save is open."""
         if self._writers_begun is None or not self._running or self._save is not None or self._writers.given_up:
             return
-        mine = [s.step for s in self._shelf.sealed() if (s.epoch, s.generation) == self._lineage]
+        mine = [s.step for s in self._shelf.sealed_here() if (s.epoch, s.generation) == self._lineage]
         self._plan, choice = intents.choose(intents.saw(self._plan, max(mine, default=0)))
         for step in choice.left_out:
             self._host.emit(TierEvent(tier=self.tier, what="coalesced", step=step, text=choice.reason))

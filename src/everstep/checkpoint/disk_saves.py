@@ -96,9 +96,13 @@ class Saves:
 
     def _open(self, step: int, epoch: int, generation: int) -> commit.Save:
         self._attempts += 1
-        token = str(names.Staging(step, epoch, generation, self._hold.job, self._attempts))
+        token = str(names.Staging(step, epoch, generation, self._job, self._attempts))
         self._save = commit.Save(token, step, self._host.world_size)
         return self._save
+
+    @property
+    def _job(self) -> str:
+        return self._hold.job
 
     def _staged(self, rank: int, token: str, buffer: int, offer: int = 0) -> None:
         if not self._is(token) or rank in self._buffers:
@@ -150,7 +154,8 @@ class Saves:
     def _end(self, save: commit.Save, size: int) -> None:
         seconds = self._host.clock.now() - self._asked_s
         self._save = None
-        self._buffers.clear()
+        while self._buffers:
+            self._shelf.release(*self._buffers.popitem())
         self._writers.forget_fragments()
         ends: dict[commit.Phase, Callable[[], None]] = {
             commit.Phase.COMMITTED: lambda: self._durable(save, size, seconds),

@@ -39,6 +39,7 @@ SILENT_S = 60.0
 """A directory that says nothing for so long at the start is stuck: longer than a server's restart should take."""
 CLOSE_S = 1.0
 TELL_S = 1.0
+OVER = b"e"
 
 
 class Hold(Protocol):
@@ -47,6 +48,8 @@ class Hold(Protocol):
     directory: str
     job: str
     lock: str
+    over: bool
+    """Whether the job has ended when this is closed; where it has several nodes, that is not so by itself."""
 
     def open(self, run: str, series: str | None = None) -> Findings:
         """Claim the directory, sweep it, and say what lies there. ConfigurationError where it cannot serve.
@@ -61,16 +64,23 @@ class Hold(Protocol):
 
 
 class OwnHold:
-    """The claim in this process: its calls wait for the storage."""
+    """The claim in this process: its calls wait for the storage. `several`: other nodes of the job go on without us."""
 
     def __init__(
-        self, directory: str, job: str | None = None, clock: Clock = SYSTEM, moving: Callable[[], None] = lambda: None
+        self,
+        directory: str,
+        job: str | None = None,
+        clock: Clock = SYSTEM,
+        moving: Callable[[], None] = lambda: None,
+        *,
+        several: bool = False,
     ) -> None:
         self.directory = opening.place_of(directory)
         self.job = job or secrets.token_hex(4)
-        self._claim = opening.claim(self.directory, self.job, moving, clock)
+        self._claim = opening.claim(self.directory, self.job, moving, clock, several=several)
         self.lock = self._claim.lock
         self._moving = moving
+        self.over = not several
 
     def open(self, run: str, series: str | None = None) -> Findings:
         """See `Hold.open`."""
@@ -80,13 +90,17 @@ class OwnHold:
 
     def close(self) -> None:
         """See `Hold.close`."""
+        self._claim.over = self.over
         self._claim.close()
 
 
 class Held:
     """The claim in a process of its own."""
 
-    def __init__(self, directory: str, clock: Clock = SYSTEM, silent_s: float = SILENT_S) -> None:
+    def __init__(
+        self, directory: str, clock: Clock = SYSTEM, silent_s: float = SILENT_S, *, several: bool = False
+    ) -> None:
+        self._several, self.over = several, not several
         self.directory, self.job = opening.place_of(directory), secrets.token_hex(4)
         remote = opening.is_url(self.directory)
         self.lock = "" if remote else os.path.join(self.directory, names.owner(self.job))
@@ -102,7 +116,8 @@ class Held:
         with theirs:
             theirs.set_inheritable(True)
             command = [sys.executable, "-m", "everstep.checkpoint.holder"]
-            words = [str(theirs.fileno()), self.directory, self.job, run, *([] if series is None else [series])]
+            asked = json.dumps({"series": series, "several": self._several})
+            words = [str(theirs.fileno()), self.directory, self.job, run, asked]
             self._pid = os.posix_spawn(sys.executable, [*command, *words], environ.snapshot())
         found = b""
         while True:
@@ -138,6 +153,9 @@ class Held:
         """See `Hold.close`. One that is stuck is left behind: its lock goes with it."""
         if self._line is None:
             return
+        if self.over:
+            with contextlib.suppress(OSError):
+                self._line.send(OVER, socket.MSG_DONTWAIT)
         self._line.close()
         self._line = None
         deadline = self._clock.now() + CLOSE_S
@@ -174,16 +192,17 @@ class _Voice:
             self.say(moving=True)
 
 
-def main(fd: str, directory: str, job: str, run: str, series: str | None = None) -> None:
+def main(fd: str, directory: str, job: str, run: str, asked: str) -> None:
     """Entry of the process."""
+    wanted: Mapping[str, Any] = json.loads(asked)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # a terminal's, or a scheduler's: the agent decides
     line = socket.socket(fileno=int(fd))
     threading.Thread(target=_end_with, args=(line.fileno(),), name="everstep-holder-line", daemon=True).start()
     voice = _Voice(line)
-    hold = OwnHold(directory, job, moving=voice.moving)
+    hold = OwnHold(directory, job, moving=voice.moving, several=wanted["several"])
     try:
-        stock = hold.open(run, series)
+        stock = hold.open(run, wanted["series"])
     except EverstepError as error:
         voice.say(refused=str(error))
     except OSError as error:
@@ -192,8 +211,8 @@ def main(fd: str, directory: str, job: str, run: str, series: str | None = None)
         )
     else:
         voice.say(stock=stock.to_json().decode())
-    while line.recv(1):
-        continue
+    while word := line.recv(1):
+        hold.over = hold.over or word == OVER
     hold.close()
     os._exit(0)
 

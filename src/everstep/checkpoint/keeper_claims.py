@@ -28,6 +28,7 @@ class KeeperHold:
         self.directory, self.job, self.lock = opening.place_of(directory), secrets.token_hex(4), ""
         self.findings: Findings | None = None
         self.child: Child | None = None
+        self.over = True
 
     def open(self, run: str, series: str | None = None) -> Findings:
         """See `Hold.open`: it was had before."""

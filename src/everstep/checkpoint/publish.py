@@ -32,14 +32,19 @@ def publish(
     content = manifest.to_bytes()
     target = os.path.join(directory, names.committed(manifest.step))
     inside = _listed(files, folder)
-    if inside is None or _content(os.path.join(target, names.MANIFEST)) == content:
-        _already(target, content, folder)
+    present = _content(os.path.join(target, names.MANIFEST))
+    if inside is None or present == content:
+        published = _already(present, manifest, target, folder)
         files.fsync_dir(directory)
-        return manifest
+        return published
     for name, part in ((names.METADATA, metadata), (names.MANIFEST, content)):
         if name in inside:
             files.unlink(os.path.join(folder, name))  # a merger that died here left it, whole or not
-        put(files, os.path.join(folder, name), part)
+        try:
+            put(files, os.path.join(folder, name), part)
+        except FileExistsError:  # it died on another node, and the listing was an old one
+            files.unlink(os.path.join(folder, name))
+            put(files, os.path.join(folder, name), part)
     files.fsync_dir(folder)
     replaced = _take_name(files, folder, target)
     files.fsync_dir(directory)
@@ -63,12 +68,18 @@ def _content(path: str) -> bytes | None:
         return None
 
 
-def _already(target: str, content: bytes, folder: str) -> None:
-    if _content(os.path.join(target, names.MANIFEST)) != content:
+def _already(present: bytes | None, manifest: Manifest, target: str, folder: str) -> Manifest:
+    """The merger before us came so far: of one save there is one checkpoint, whatever was measured beside it since."""
+    try:
+        published = None if present is None else Manifest.from_bytes(present)
+    except DamagedCheckpoint:
+        published = None
+    if published is None or published.save != manifest.save:
         raise CheckpointError(
             f"{folder} is gone before it was published, and {target} is not its result; somebody removed it. "
             "The next save begins afresh."
         )
+    return published
 
 
 def _take_name(files: FileOps, folder: str, target: str) -> bool:

@@ -6,7 +6,7 @@ knows DCP's metadata gives `describe`.
     write {save, folder, …} + snapshot      → written {save, bytes, seconds} + fragment  | refused {save, text}
                                               moving {save}, every `tell_s` while the storage takes something
     fragment {save, rank} + fragment        (kept for the merge)
-    merge {save, folder, metrics}           → published {save, step, bytes, seconds}     | refused {save, text}
+    merge {save, folder, metrics, visible_s} → published {save, step, bytes, seconds}     | refused {save, text}
     discard {folder}                        → discarded {folder, text}
     prune {condemn, remove}                 → pruned {condemned, removed, text}
     keep {lock}                             (holds the job's lock too, as long as this process lives)
@@ -35,6 +35,7 @@ from everstep.recovery.link import Link, LinkClosed
 
 SEAL_DEADLINE_S = 30.0
 SEAL_POLL_S = 0.005
+VISIBLE_POLL_S = 0.5
 
 _MENDS = {
     errno.ENOSPC: "free space there, keep fewer checkpoints, or give another --checkpoint-dir",
@@ -166,9 +167,27 @@ class Scribe:
         fragments = self._fragments.pop(message["save"], {})
         self._fragments.clear()  # of saves that never came to a merge
         folder = self._named(message["folder"])
+        if "visible_s" in message and not is_url(self._directory):
+            self._see(folder, fragments, float(message["visible_s"]))
         manifest = self._storage.publish(folder, fragments.values(), self._describe, message.get("metrics"))
         answer = {"kind": "published", "save": message["save"], "step": manifest.step, "bytes": manifest.total_bytes}
         self._say(answer | {"seconds": self._clock.now() - begun})
+
+    def _see(self, folder: str, fragments: Mapping[int, Fragment], limit_s: float) -> None:
+        """Wait until what other nodes have written is there, by exact name: a network file system may show it late."""
+        files = [(f.rank, name, fact.bytes) for f in fragments.values() for name, fact in f.files.items()]
+        deadline, within = self._clock.now() + limit_s, self._storage.folder(folder)
+        while lacking := [one for one in files if _size(os.path.join(within, one[1])) != one[2]]:
+            if self._clock.now() >= deadline:
+                rank, name, size = lacking[0]
+                raise CheckpointError(
+                    f"{os.path.join(within, name)}, which the writer of rank {rank} has written ({size} bytes), is not "
+                    f"seen here after {limit_s:.0f} s: its node has another directory under that name, or somebody "
+                    "removed it. Give --checkpoint-dir a directory that all nodes share"
+                )
+            files = lacking
+            self._moved()
+            self._clock.sleep(VISIBLE_POLL_S)
 
     def _discard(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
         text = self._gone(message["folder"])
@@ -236,6 +255,15 @@ def _header(buffer: memoryview, target: Target, rank: int) -> segment.Header:
             f"the buffer holds step, epoch, generation, rank, world {found}, where the save wants {expected}"
         )
     return header
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return -1
+        raise
 
 
 def told(error: Exception) -> str:

@@ -44,6 +44,10 @@ class Share:
         """See `Source.sealed`."""
         return self._shelf.sealed()
 
+    def sealed_here(self) -> Sequence[Sealed]:
+        """See `Source.sealed_here`."""
+        return self._shelf.sealed_here()
+
 
 def shares(shelf: Source, count: int) -> list[Share]:
     """Return one share of the shelf for each of `count` tiers."""

@@ -241,6 +241,10 @@ class Shelf:
                     found.append((h.sequence, snapshot))
         return [snapshot for _, snapshot in sorted(found, key=lambda entry: entry[0])]
 
+    def sealed_here(self) -> list[Sealed]:
+        """Return the same of this node alone."""
+        return Shelf.sealed(self)
+
     # Inside.
 
     @property

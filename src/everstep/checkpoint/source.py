@@ -29,3 +29,7 @@ class Source(Protocol):
     def sealed(self) -> Sequence[Sealed]:
         """All snapshots that are whole now."""
         ...
+
+    def sealed_here(self) -> Sequence[Sealed]:
+        """Those of them that lie on this node, as they are now."""
+        ...

@@ -5,7 +5,7 @@ A writer that dies before it has answered anything, several times in a row, is n
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from everstep.checkpoint.core import names
@@ -29,10 +29,23 @@ class Writers:
         self._fragments: dict[int, int] = {}
         self._closed = False
 
-    def start(self) -> None:
-        """Begin one for each rank."""
-        for rank in range(self._host.world_size):
-            self._begin(rank)
+    def start(self, ranks: Iterable[int] | None = None) -> None:
+        """Begin one for each rank, or for each of `ranks`, that has none."""
+        for rank in range(self._host.world_size) if ranks is None else ranks:
+            if rank not in self._children:
+                self._begin(rank)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Whose writers there are, lowest first."""
+        return tuple(sorted(self._children))
+
+    def use_lock(self, lock: str) -> None:
+        """The job's owner file has become known: every writer holds it from now on."""
+        if lock and lock != self._lock:
+            self._lock = lock
+            for child in self._children.values():
+                child.send({"kind": "keep", "lock": lock})
 
     def _begin(self, rank: int) -> None:
         arguments = {"directory": self._directory, "rank": rank}
@@ -89,11 +102,25 @@ class Writers:
             if self._fragments.setdefault(rank, fd) is not fd:
                 os.close(fd)
 
-    def merge(self, rank: int, token: str, metrics: Mapping[str, float]) -> None:
-        """Have one writer publish what all have reported, with what was measured at that step."""
+    def fragment(self, rank: int) -> bytes | None:
+        """What a rank's writer has reported of the open save; None where it has not."""
+        fd = self._fragments.get(rank)
+        return None if fd is None else os.pread(fd, os.fstat(fd).st_size, 0)
+
+    @property
+    def reported(self) -> tuple[int, ...]:
+        """Of which ranks there is a fragment of the open save."""
+        return tuple(sorted(self._fragments))
+
+    def merge(self, rank: int, token: str, metrics: Mapping[str, float], visible_s: float | None = None) -> None:
+        """Have one writer publish what all have reported, with what was measured at that step.
+
+        `visible_s`: others' files come from other nodes; so long they may take to be seen here. None: they are there.
+        """
         for source, fd in sorted(self._fragments.items()):
             self._send(rank, {"kind": "fragment", "save": token, "rank": source}, [fd])
-        self._send(rank, {"kind": "merge", "save": token, "folder": token, "metrics": dict(metrics)})
+        order = {"kind": "merge", "save": token, "folder": token, "metrics": dict(metrics)}
+        self._send(rank, order if visible_s is None else order | {"visible_s": visible_s})
 
     def forget_fragments(self) -> None:
         """The save has ended."""

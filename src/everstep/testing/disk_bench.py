@@ -61,6 +61,10 @@ class BenchShelf:
         """See `source.Source.sealed`."""
         return [sealed for _, sealed in self.buffers.values()]
 
+    def sealed_here(self) -> Sequence[Sealed]:
+        """See `source.Source.sealed_here`."""
+        return self.sealed()
+
     def take(self, rank: int, step: int, generation: int) -> int:
         """Snapshot a rank; return the buffer."""
         free = [b for b in range(BUFFERS) if (rank, b) not in self.held]

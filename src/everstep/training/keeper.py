@@ -7,6 +7,7 @@ iterator is made; the random generators last, right before the first step.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from everstep.checkpoint import visible
 from everstep.checkpoint.core.plan import MEMORY
 from everstep.checkpoint.intent_client import DIRECTORIES, Disks
 from everstep.checkpoint.load import State, open_for
@@ -120,6 +121,8 @@ class Keeper:
         return step
 
     def _from_disk(self, source: Mapping[str, Any]) -> Recovered:
+        if source.get("shared"):
+            visible.wait(source["path"])
         try:
             saved = self._saved = open_for(source["path"], self._snapshotter.bound)
             saved.prepare()

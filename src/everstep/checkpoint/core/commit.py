@@ -46,6 +46,7 @@ class Save:
     staged: frozenset[int] = frozenset()
     written: Mapping[int, int] = field(default_factory=dict[int, int])  # rank → bytes
     merger: int = 0
+    mergers: tuple[int, ...] = ()  # whose writers may merge, where that is not every rank's (of other nodes)
     merges: int = 1  # how often a merge was or will be asked for
     text: str = ""  # why it ended as it did
 
@@ -200,7 +201,8 @@ def _merger_lost(save: Save, event: Event) -> Outcome:
         return save, ()
     if save.merges >= MERGE_LIMIT:
         return _failed(save, event)
-    again = (save.merger + 1) % save.world_size
+    able = save.mergers or tuple(range(save.world_size))
+    again = able[(able.index(save.merger) + 1) % len(able)]
     return replace(save, merger=again, merges=save.merges + 1), (Merge(again),)
 
 

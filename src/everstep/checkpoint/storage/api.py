@@ -83,6 +83,9 @@ class Reading(Protocol):
 class Claiming(Protocol):
     """A job's claim on the place, from `take` to `close`."""
 
+    over: bool
+    """Whether `close` gives it up for the whole job; else others of the job go on, and the next start finds it."""
+
     @property
     def lock(self) -> str:
         """What each writer holds too; nothing where a claim is not held by processes."""

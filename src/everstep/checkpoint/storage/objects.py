@@ -320,6 +320,7 @@ class ObjectClaim:
     """A job's ownership of a prefix: an object that it made, and renews."""
 
     lock = ""
+    over = True
 
     def __init__(
         self, bucket: Bucket, job: str, moving: Callable[[], None] = lambda: None, clock: Clock = SYSTEM
@@ -348,7 +349,7 @@ class ObjectClaim:
         self._over.set()
         renewer.join(RENEW_S)
         try:
-            if read_owner(self._bucket).get("job") == self._job:
+            if self.over and read_owner(self._bucket).get("job") == self._job:
                 self._bucket.delete(OWNER)
         except OSError:
             return  # the next job finds it not renewed

@@ -53,12 +53,14 @@ def open_storage(where: str, files: FileOps | None = None) -> Storage:
     return ObjectStorage(connect(place)) if is_url(place) else PosixStorage(place, files)
 
 
-def claim(where: str, job: str, moving: Callable[[], None] = lambda: None, clock: Clock = SYSTEM) -> Claiming:
-    """Return a job's claim on the place; nothing has been asked of it yet."""
+def claim(
+    where: str, job: str, moving: Callable[[], None] = lambda: None, clock: Clock = SYSTEM, *, several: bool = False
+) -> Claiming:
+    """Return a job's claim on the place; nothing has been asked of it yet. `several`: see `directory.Claim`."""
     place = place_of(where)
     if is_url(place):
         return ObjectClaim(connect(place), job, moving, clock)
-    return Claim(place, clock=clock, moving=moving, job=job)
+    return Claim(place, clock=clock, moving=moving, job=job, several=several)
 
 
 def reading(path: str) -> Reading:

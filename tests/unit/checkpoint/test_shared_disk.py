@@ -1,0 +1,146 @@
+"""The disk tier on several nodes: a simulated world in which the coordinator dies at every word of a save."""
+
+import os
+import random
+
+import pytest
+
+from everstep.checkpoint import catalog
+from everstep.checkpoint.load import open_checkpoint
+from everstep.testing.shared_disk_bench import Hub
+from everstep.testing.states import rank_state
+
+
+class World:
+    """A job on the bench, until its end. The law stands in `check`."""
+
+    def __init__(self, tmp_path, seed, nodes, **more):
+        self.path = tmp_path / "ckpt"
+        self.rng = random.Random(seed)
+        self.hub = Hub(str(self.path), nodes, self.rng, **more)
+        self.step, self.generation = 0, 0
+        self.newest = 0  # that was ever told to be durable
+
+    def entered(self):
+        return all(node.generation == self.hub.generation for node in self.hub.nodes.values())
+
+    def turn(self, words=8):
+        """A step where all can do one, and some words."""
+        if self.entered():
+            if self.generation != self.hub.generation:
+                self.generation, self.step = self.hub.generation, self.hub.began
+            self.step += 1
+            self.hub.step(self.step)
+        for _ in range(self.rng.randint(0, words)):
+            self.hub.deliver()
+        self.newest = max([self.newest, *self.hub.tiers("committed")])
+
+    def until_commits(self, count, turns=400):
+        """Go on until so many saves were committed."""
+        while len(self.hub.tiers("committed")) < count:
+            turns -= 1
+            assert turns, "no save comes to its end any more"
+            self.turn()
+
+    def drain(self):
+        for _ in range(200):
+            self.hub.settle()
+            done = [node.disk.drained(True) for node in self.hub.nodes.values()]
+            if all(done):
+                self.hub.settle()
+                return
+        raise AssertionError("the end is never reached")
+
+    def check(self):
+        """Whatever lies there under a checkpoint's name is whole, is one of the states ever saved, and is none older
+        than what was told to be durable; nothing is held any more."""
+        found = catalog.scan(str(self.path))
+        for one in found:
+            assert not catalog.verify(one), one
+            for rank in range(self.hub.world_size):
+                with open_checkpoint(one.path, rank, self.hub.world_size) as state:
+                    assert bytes(state.payload()) == rank_state(rank, self.hub.world_size, one.step).payload
+        if self.newest:
+            assert max(one.step for one in found) >= self.newest
+        assert [node.shelf.held for node in self.hub.nodes.values()] == [set() for _ in self.hub.nodes]
+
+
+@pytest.fixture
+def world(tmp_path):
+    made = []
+
+    def make(seed, nodes=2, **more):
+        made.append(World(tmp_path / str(len(made)), seed, nodes, **more))
+        return made[-1]
+
+    (tmp_path / "0").mkdir()
+    yield make
+    for one in made:
+        one.hub.close()
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_nodes_save_together_and_the_last_step_too(world, nodes):
+    w = world(1, nodes, ranks_each=2)
+    w.until_commits(3)
+    w.drain()
+    w.check()
+    last = max(w.hub.tiers("committed"))
+    assert last == w.step
+    assert len([n for n in os.listdir(w.path) if n.startswith("step-")]) == 2
+    assert w.hub.tiers("failed") == []
+    assert all(not node.disk.problems() for node in w.hub.nodes.values())
+
+
+def _killed(tmp_path, seed, at, nodes, victim, in_flight):
+    """Begin, kill a node after so many words, go on to two more saves and the end. Return how many words there were."""
+    w = World(tmp_path, seed, nodes)
+    try:
+        w.until_commits(1)
+        begun = w.hub.delivered
+        while w.hub.delivered - begun < at:
+            w.turn(words=2)
+        w.hub.kill(f"node-{victim}", in_flight=in_flight)
+        w.until_commits(len(w.hub.tiers("committed")) + 2)
+        w.drain()
+        w.check()
+    finally:
+        w.hub.close()
+
+
+@pytest.mark.parametrize("at", range(0, 60, 3))
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_coordinator_that_dies_at_any_word_of_a_save_leaves_one_of_the_states_saved(tmp_path, at, nodes):
+    _killed(tmp_path / "ckpt", 7 * at + nodes, at, nodes, 0, in_flight=bool(at % 2))
+
+
+def _life(tmp_path, seed):
+    """Nodes die one after the other, at any word, until one is left."""
+    rng = random.Random(seed)
+    nodes = rng.choice([2, 3, 4])
+    w = World(tmp_path, seed, nodes, interval=rng.choice([1, 3, 5]), ranks_each=rng.choice([1, 2]))
+    try:
+        for _ in range(nodes - 1):
+            begun, upto = w.hub.delivered, rng.randint(0, 80)
+            while len(w.hub.nodes) > 1 and w.hub.delivered - begun < upto:
+                w.turn(words=rng.choice([1, 2, 8]))
+            for _ in range(rng.choice([1, 1, 2])):
+                if len(w.hub.nodes) > 1:
+                    victim = rng.choice([0, 0, *range(len(w.hub.nodes))])
+                    w.hub.kill(list(w.hub.nodes)[victim], in_flight=rng.random() < 0.5)
+        w.until_commits(len(w.hub.tiers("committed")) + 2)
+        w.drain()
+        w.check()
+    finally:
+        w.hub.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nodes_that_die_one_after_the_other_lose_nothing_that_was_durable(tmp_path, seed):
+    _life(tmp_path / "ckpt", seed)
+
+
+@pytest.mark.long
+def test_two_thousand_worlds_lose_nothing_that_was_durable(tmp_path):
+    for seed in range(100, 2100):
+        _life(tmp_path / str(seed) / "ckpt", seed)
