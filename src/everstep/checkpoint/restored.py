@@ -127,6 +127,8 @@ class Restorer:
     def _check_that_nothing_is(self, plan: Mapping[str, Any]) -> None:
         if plan["unfit"]:
             raise ConfigurationError(f"nothing can be restored by {self._world_size} ranks: {plan['unfit']}")
+        if plan["lost"]:
+            raise CheckpointError(f"{plan['lost']}. To begin anew, move it away, or give another directory")
 
     def _compared(self, source: Mapping[str, Any], made: Given, *, strict: bool) -> _Found:
         """Read and verify all of it, and say what does not fit: StateMismatch, or, not `strict`, what is left out."""

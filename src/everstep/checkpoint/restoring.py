@@ -72,22 +72,21 @@ class Restoring:
         told = self._host.enter(step)
         plan = self._host.shelf.plan
         assert plan is not None
-        lost = [text for tier in self._host.tiers for _, text in tier.wounds] + self._struck
-        if plan.step is None and not plan.unfit and lost:
-            told_of = "; ".join(dict.fromkeys(lost))
-            self._misfit(
-                f"nothing that is saved is whole ({told_of}). To begin anew, move it away: nothing was deleted"
-            )
-            return
         newer = [text for tier in self._host.tiers for at, text in tier.wounds if at > (plan.step or 0)]
         why = "; ".join([plan.reason, *newer, *self._struck])
+        lost = "" if plan.step is not None or plan.unfit else self._lost()
         body = {"kind": "ckpt.plan", "step": plan.step, "tier": plan.tier, "age_s": self._age(plan), "why": why}
         for rank, message in self._asked.items():
-            answer = {**body, "ask": message["ask"], "told": told[rank], "unfit": plan.unfit}
+            answer = {**body, "ask": message["ask"], "told": told[rank], "unfit": plan.unfit, "lost": lost}
             if plan.step is None or plan.tier == MEMORY:
                 self._host.send(rank, answer)
             else:
                 self._host.reader(rank, answer)
+
+    def _lost(self) -> str:
+        """Say what is there and damaged, all of it: to begin anew is not for us."""
+        found = dict.fromkeys([*(text for tier in self._host.tiers for _, text in tier.wounds), *self._struck])
+        return f"nothing that is saved is whole ({'; '.join(found)}); nothing was deleted" if found else ""
 
     def _there(self) -> set[int]:
         """Steps that every rank can have."""

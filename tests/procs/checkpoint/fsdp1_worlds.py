@@ -107,6 +107,33 @@ def go_on(rank):
     assert train(model, optimizer, 3, first=3) == torch.load(f"{WHERE}/losses-{rank}.pt")
 
 
+OTHER = RANKS - 1 if RANKS > 2 else RANKS + 1
+
+
+def in_another_world(rank):
+    """Another number of ranks takes it up: every parameter is what it was, and training goes on as it did.
+
+    All ranks have the same data, so the losses are those of the first world but for the rounding of its means.
+    """
+    join(rank, OTHER, "another_world")
+    from everstep.checkpoint.load import open_for
+    from everstep.checkpoint.walk import StateWalk
+
+    model, optimizer = build(2)
+    train(model, optimizer, 1)
+    walk = StateWalk({"model": model, "optimizer": optimizer}, rank=rank, world_size=OTHER)
+    with open_for(f"{WHERE}/step-{STEP}", walk) as state:
+        state.prepare()
+        walk.restore(state.layout, state.bytes_of, state.refused)
+    whole = told()
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        for name, value in model.named_parameters():
+            assert torch.equal(value, whole[clean(name), ""]), name
+    found = [float.fromhex(loss) for loss in train(model, optimizer, 3, first=3)]
+    expected = [float.fromhex(loss) for loss in torch.load(f"{WHERE}/losses-0.pt")]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def raw(model, optimizer):
     """What this rank holds, as rows of elements: {names of parameters that lie in it: {kind: row}}."""
     held = {}
@@ -206,6 +233,13 @@ def ranks(count, function):
 
 
 if __name__ == "__main__":
-    for count, function in ((RANKS, save), (1, publish), (RANKS, go_on), (RANKS, by_hand), (1, load_with_dcp)):
+    for count, function in (
+        (RANKS, save),
+        (1, publish),
+        (RANKS, go_on),
+        (RANKS, by_hand),
+        (1, load_with_dcp),
+        (OTHER, in_another_world),
+    ):
         ranks(count, function)
     print("all agree")

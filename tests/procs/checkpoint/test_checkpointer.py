@@ -281,6 +281,35 @@ def test_a_writer_that_is_killed_or_stopped_fails_its_save_or_is_replaced(make):
     assert ckpt.save(2, {"model": model}).wait(PATIENCE_S).what == "committed"
 
 
+def test_a_holder_that_is_killed_is_told_and_takes_no_save_along(make, tmp_path):
+    """The writers hold a share of the claim: nobody else gets the directory meanwhile."""
+    model, _ = build()
+    ckpt = make()
+    (holder,) = [p for p in psutil.Process(ckpt._line.pid).children() if p.name() == "everstep-holder"]
+    holder.kill()
+    gone(holder.pid)
+    assert ckpt.save(1, {"model": model}).wait(PATIENCE_S).what == "committed"
+    with pytest.raises(ConfigurationError, match="is in use"):
+        make()
+    with pytest.raises(CheckpointError, match=r"the process that held the checkpoint directory .* ended by itself"):
+        ckpt.close()
+    assert make().restore({"model": model}).step == 1
+
+
+def test_where_all_that_is_saved_is_damaged_a_restore_says_so_and_begins_nothing_anew(make, tmp_path):
+    """CL-01: None means that nothing was saved; state that is lost is an error that names each."""
+    model, _ = build()
+    with make() as ckpt:
+        ckpt.save(1, {"model": model}).wait(PATIENCE_S)
+    shard = tmp_path / "ckpt" / "step-1" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-40])
+    ckpt = make()
+    with pytest.raises(CheckpointError, match=r"nothing that is saved is whole \(step 1 on disk is damaged"):
+        ckpt.restore({"model": model})
+    assert ckpt.save(2, {"model": model}).wait(PATIENCE_S).what == "committed"
+    assert ckpt.restore({"model": model}).step == 2
+
+
 def test_the_newest_damaged_one_is_named_and_the_next_best_taken(make, tmp_path):
     """CL-01, CL-03, CS-28, CS-29, W44, W46: by file and reason; other names are no checkpoints."""
     model, optimizer = build(1)
