@@ -8,9 +8,12 @@ from everstep.checkpoint import flags, peer_flags
 from everstep.checkpoint.core.budget import bytes_of
 from everstep.checkpoint.disks import disks_of, nearest_first
 from everstep.checkpoint.hashing import Hashing
+from everstep.checkpoint.node_shelf import NodeShelf
+from everstep.checkpoint.peer import COPY_BUFFERS, Peer
+from everstep.checkpoint.shares import shares
 from everstep.checkpoint.shelf import Shelf
+from everstep.checkpoint.source import Source
 from everstep.checkpoint.tier_settings import MAIN
-from everstep.checkpoint.told_shelf import ToldShelf
 from everstep.errors import UsageError
 from everstep.faults import flags as faults
 from everstep.faults.companion import FaultCompanion
@@ -20,6 +23,7 @@ from everstep.goodput.progress import Progress
 from everstep.launcher import run as launcher
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.run import Riders
+from everstep.recovery.api import Companion
 
 EXTENSIONS = (
     "everstep.faults.flags:add_run_arguments",
@@ -59,16 +63,13 @@ def riders(config: LaunchConfig) -> Riders:
             "Leave it out, and EVERSTEP_CHECKPOINT_DIR too: snapshots in memory are kept on every node."
         )
     cap_bytes, readers = None if cap is None else bytes_of(str(cap)), max(1, len(places))
+    copies = peer_flags.copies_of(given)
     several = config.nnodes > 1
-    shelf = ToldShelf(cap_bytes=cap_bytes, readers=0) if several else Shelf(cap_bytes=cap_bytes, readers=readers)
-    riding.companions.append(shelf)
-    riding.companions.append(Hashing(shelf))
-    disks = disks_of(places, shelf, config.grace_s)
+    shelf, source, peer = _copied(copies, len(places), cap_bytes) if several else _alone(cap_bytes, readers)
+    riding.notices += [text for text in [peer_flags.idle(copies)] if text and not several]
+    disks = disks_of(places, source, config.grace_s)
     shelf.older = lambda: nearest_first(disks)
-    riding.companions += disks
-    idle = peer_flags.idle(peer_flags.copies_of(given))
-    if idle is not None:
-        riding.notices.append(idle)
+    riding.companions += [shelf, Hashing(shelf), *peer, *disks]
     if not any(place.tier == MAIN for place in places) and given.get("checkpoint_interval") is not None:
         riding.notices.append(
             f"--checkpoint-interval {given['checkpoint_interval']} is of no use alone: nothing is written to disk "
@@ -78,3 +79,19 @@ def riders(config: LaunchConfig) -> Riders:
         riding.environment |= request.environment()
     riding.companions += [FaultCompanion(request, display.say), ProgressCompanion(display), ComparisonCompanion()]
     return riding
+
+
+def _alone(cap_bytes: int | None, readers: int) -> tuple[Shelf, Source, list[Companion]]:
+    shelf = Shelf(cap_bytes=cap_bytes, readers=readers)
+    return shelf, shelf, []
+
+
+def _copied(copies: peer_flags.Copies, readers: int, cap_bytes: int | None) -> tuple[Shelf, Source, list[Companion]]:
+    """Make the memory tier of one node among several, what slower tiers see of it, and what carries copies."""
+    kept = copies.interval > 0 and copies.copies > 0
+    shelf = NodeShelf(cap_bytes=cap_bytes, readers=readers, for_copies=COPY_BUFFERS if kept else 0)
+    for_disks, for_copies = shares(shelf, 2)
+    peer = Peer(
+        shelf, for_copies, interval=copies.interval, copies=copies.copies, domain=copies.domain, cap_bytes=cap_bytes
+    )
+    return shelf, for_disks, [peer]

@@ -82,9 +82,10 @@ class Keeping:
                 self._carrier.forget(transfer)
 
     def counts(self, version: Version | None, mine: Sequence[int]) -> None:
-        """A save counts everywhere: older copies of others than these ranks have no use any more."""
+        """A save counts everywhere: who has no part in it here, and is none of these ranks, is kept elsewhere."""
         self.counted = version
-        self.kept.let_go([rank for rank in self.kept.ranks if rank not in mine])
+        part = {c.snapshot.rank for c in self.kept.copies(0.0) if c.version == version}
+        self.kept.let_go([rank for rank in self.kept.ranks if rank not in mine and rank not in part])
 
     # places
 

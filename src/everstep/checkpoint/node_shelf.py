@@ -162,6 +162,7 @@ class NodeShelf(Shelf):
             return told
         self._asks.clear()
         self._offered.clear()
+        self._newest_hold.clear()  # see `Shelf.on_roster`
         self._newest_hold.clear()
         self._forget_retired()
         self.plan = None
@@ -347,6 +348,7 @@ class NodeShelf(Shelf):
         adopted = SegmentSet.of(-self._lent, rank, {number: segment})
         self._sets = {adopted.number: adopted, **self._sets}
         self._origins[rank, number] = copy.place
+        self.changed()
         return number
 
     def _strike(self, rank: int, message: Message) -> None:

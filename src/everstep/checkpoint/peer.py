@@ -339,7 +339,7 @@ class Peer:
             header = self._shelf.header(place.rank, place.number)
         except LookupError:
             return None
-        matches = isinstance(header, Header) and (header.step, header.epoch, header.generation) == place[4:]
+        matches = isinstance(header, Header) and (header.step, header.epoch, header.generation) == place.version
         return self._shelf.fd(place.rank, place.number) if matches else None
 
     def _on_unfetched(self, node: str, message: Message) -> None:

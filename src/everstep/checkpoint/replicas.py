@@ -35,8 +35,7 @@ class Slot:
     @property
     def version(self) -> Version | None:
         """Which save its copy belongs to."""
-        s = None if self.copy is None else self.copy.snapshot
-        return None if s is None else (s.step, s.epoch, s.generation)
+        return None if self.copy is None else self.copy.version
 
 
 @dataclass(slots=True)

@@ -36,6 +36,11 @@ class Place(NamedTuple):
     epoch: int
     generation: int
 
+    @property
+    def version(self) -> Version:
+        """Which save it belongs to."""
+        return self.step, self.epoch, self.generation
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -52,6 +57,11 @@ class Copy:
         """Which one it is."""
         s = self.snapshot
         return Place(self.node, self.replica, s.rank, s.buffer, s.step, s.epoch, s.generation)
+
+    @property
+    def version(self) -> Version:
+        """Which save it belongs to."""
+        return self.snapshot.step, self.snapshot.epoch, self.snapshot.generation
 
     def to_row(self) -> list[Any]:
         """Return what is told of it; who tells it is known."""
