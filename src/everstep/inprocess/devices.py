@@ -4,7 +4,7 @@ NVML comes through `nvidia-ml-py`; where there is none (no package, no driver, a
 nothing is judged.
 
 Rule 1: NVML counts the node's GPUs, CUDA those that this process may see, and ranks may share one: a rank's own is
-        known by its UUID, and by LOCAL_RANK only while it uses none.
+        known by its UUID, and by LOCAL_RANK and CUDA_VISIBLE_DEVICES only while it uses none.
 Rule 2: an error of a kernel ends the context for good: every later call of this process fails with the same words.
 """
 
@@ -111,7 +111,14 @@ def _nvml() -> Any:
 def _index(index: int | None) -> int | str:
     if index is not None:
         return index
-    return _own_uuid() or int(environ.get("LOCAL_RANK", "0") or 0)
+    return _own_uuid() or _visible(int(environ.get("LOCAL_RANK", "0") or 0))
+
+
+def _visible(local_rank: int) -> int | str:
+    """Return which of the node's GPUs a rank will use, by what CUDA_VISIBLE_DEVICES lists: a number or a UUID."""
+    names = [name.strip() for name in (environ.get("CUDA_VISIBLE_DEVICES") or "").split(",")]
+    name = names[local_rank] if local_rank < len(names) else ""
+    return int(name) if name.isdigit() else name or local_rank
 
 
 def _own_uuid() -> str:

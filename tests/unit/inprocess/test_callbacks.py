@@ -203,6 +203,23 @@ def test_a_rank_s_own_gpu_is_the_one_that_it_uses_whatever_its_local_rank(monkey
     assert asked == ["GPU-1234"]
 
 
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "asked"),
+    [(None, "2", 2), ("", "1", 1), ("3,5", "1", 5), ("3", "1", 1), ("GPU-a, GPU-b", "1", "GPU-b")],
+)
+def test_before_it_uses_one_a_rank_s_gpu_is_what_it_may_see(monkeypatch, visible, local_rank, asked):
+    driver, seen = Driver(), []
+    driver.nvmlDeviceGetHandleByUUID = driver.nvmlDeviceGetHandleByIndex = seen.append
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", driver)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.gpu_trouble(None) == ""
+    assert seen == [asked]
+
+
 def test_a_lost_context_is_told_and_one_that_works_or_is_busy_is_none(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", Cuda())
     assert devices.context_trouble() == ""
