@@ -243,6 +243,7 @@ class Checkpointer:
         finally:
             self._line.close()
             self._snapshotter.close()
+            self._given = None  # what was saved is the caller's alone again (CS-10)
         self._raise_failures()
 
     def _finish(self, timeout: float) -> None:

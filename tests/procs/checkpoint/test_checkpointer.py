@@ -1,6 +1,7 @@
 """A Checkpointer in a plain loop, with real keepers, writers and files: what it keeps, says and survives."""
 
 import contextlib
+import gc
 import os
 import random
 import runpy
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -249,6 +251,19 @@ def test_a_failed_write_is_told_by_the_handle_the_next_save_and_close(make, tmp_
         ckpt.close()
     again = make()
     assert again.restore({"model": model}).step == 1
+
+
+def test_a_closed_one_holds_nothing_of_what_it_has_saved(make):
+    """CS-10: whoever lets go of a model and an array after the last save has their memory back."""
+    ckpt = make()
+    model, optimizer = build()
+    state = {"model": model, "optimizer": optimizer, "nested": {"t": torch.ones(3)}}
+    ckpt.save(1, state).wait(PATIENCE_S)
+    held = [weakref.ref(thing) for thing in (model, optimizer, state["nested"]["t"])]
+    ckpt.close()
+    del model, optimizer, state
+    gc.collect()
+    assert [one() for one in held] == [None] * 3
 
 
 def test_nobody_waits_for_a_keeper_that_is_gone(make):
