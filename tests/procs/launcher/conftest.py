@@ -69,6 +69,7 @@ class Job:
         env: dict | None = None,
         run_dir: Path | None = None,
         streams: dict | None = None,
+        prefix: tuple[str, ...] = (),
     ) -> None:
         self.mark = uuid.uuid4().hex
         self.folder = folder
@@ -80,6 +81,7 @@ class Job:
         own = {"NOTES": str(self.notes_file), "EVERSTEP_TEST_MARK": self.mark, "TMPDIR": str(self.temporary)}
         environment = os.environ | own | (env or {})
         command = [
+            *prefix,
             sys.executable,
             "-m",
             "everstep.cli",

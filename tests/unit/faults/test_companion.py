@@ -282,3 +282,23 @@ def test_a_damaged_file_in_the_folder_is_named(host):
     (Path(host.run_dir) / "faults.json").write_text(json.dumps({"version": 9}))
     with pytest.raises(UsageError, match=r"faults\.json: version 9"):
         started(host, Request(SIZED))
+
+
+def test_a_fault_that_is_let_go_on_another_node_is_never_let_go_here_and_those_who_wait_for_it_go_on(host):
+    """Its rank may be ours one day; it is recorded here too, whole, before this job or the next asks."""
+    told = []
+    host.node, host.tell = "node-1", lambda node, message: told.append((node, message))
+    companion, _ = started(host, Request(SIZED))
+    companion.on_nodes({"node-0": "a", "node-1": "b"})
+    fault, other = PLAN.faults[:2]
+    assert say(companion, host, 1 - fault.rank, "await", index=fault.index) == []
+    companion.on_node_message("node-0", {"kind": "fault.fired", "index": fault.index, "wall_s": 7.0})
+    companion.on_tick(host.clock.now() + RELEASE_S)
+    assert [(to, answer["kind"]) for to, answer in host.take()] == [(1 - fault.rank, "fault.pass")]
+    assert fire(companion, host, fault) == "fault.no"
+    assert fire(companion, host, other) == "fault.go"
+    ((node, message),) = told
+    assert (node, message["index"]) == ("node-0", other.index)
+    _, fired = codec.loads((Path(host.run_dir) / "faults.json").read_text(), "file")
+    assert fired.keys() == {fault.index, other.index}
+    assert fired[fault.index] == 7.0

@@ -53,7 +53,10 @@ class Together:
     def say(self, event: words.Event) -> None:
         """See `Nodes.say`."""
         self._asked_to_end = self._asked_to_end or isinstance(event, words.EndRequested)
-        self._line.say(event)
+        if self._line.over:  # what still happens here is heard by nobody else
+            self._agent.tell(event)
+        else:
+            self._line.say(event)
 
     def tell(self, node: str, prefix: str, message: Message) -> None:
         """See `Nodes.tell`."""

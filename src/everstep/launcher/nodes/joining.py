@@ -82,7 +82,11 @@ class Meeting:
         who = f"{socket.gethostname()}, pid {os.getpid()}, from {line.getsockname()[0]}"
         told = {"terms": dict(terms), "node_rank": self._endpoint.node_rank, "address": address, "who": who}
         arrival.stream.send({"kind": "join", **told})
-        return self._wait(arrival)
+        try:
+            return self._wait(arrival)
+        except BaseException:
+            arrival.stream.close()
+            raise
 
     # -- the hub -------------------------------------------------------------------------------------------------
 
@@ -122,6 +126,8 @@ class Meeting:
             stat = kernel.status(self.hub_pid)
             if stat is None or stat.ending:
                 return
+            if stat.state == "T":  # stopped: it serves nobody, and would never end
+                kernel.kill(self.hub_pid)
             self._loop.clock.sleep(0.01)
 
     # -- the way there -------------------------------------------------------------------------------------------

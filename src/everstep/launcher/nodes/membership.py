@@ -78,7 +78,8 @@ class Membership:
         self._agent: Agent | None = None
         self._lease = Lease(self._clock.now(), self._clock.now())
         self._standing = Standing.GOOD
-        self._over = False
+        self.over = False
+        """Nothing is said or heard any more: we have left, or are cut off."""
         self._stores: dict[int, Address] = {}
         self._drained: defaultdict[int, set[str]] = defaultdict(set)
         self.problems: dict[str, list[str]] = {}
@@ -151,9 +152,9 @@ class Membership:
 
     def leave(self) -> None:
         """Our part is done."""
-        if not self._over:
+        if not self.over:
             self._send({"kind": "bye"})
-        self._over = True
+        self.over = True
         self._arrival.stream.close()
         self._linger()
 
@@ -161,7 +162,7 @@ class Membership:
         self._send({"kind": "fact", "fact": fact, "key": key})
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        if not self._over:
+        if not self.over:
             self._arrival.stream.send(message)
 
     # -- what the hub says -----------------------------------------------------------------------------------------
@@ -227,10 +228,10 @@ class Membership:
 
     def look(self, now: float) -> None:
         """See whether we were heard; to be called about five times a second."""
-        if self._over:
-            return
         if now - self._lease.looked_s > JUMP_S:
             self._beat()  # whoever answers says that we still have our ranks
+        if self.over:  # perhaps since then: there was nobody to say it to
+            return
         before, self._standing = self._standing, self._lease.look(now)
         if self._standing is Standing.CUT_OFF:
             self._cut(f"nobody has heard this node for {LEASE_S:g} s")
@@ -238,7 +239,7 @@ class Membership:
             self._listener.hold(on=self._standing is Standing.ON_HOLD)
 
     def _pulse(self) -> None:
-        if not self._over:
+        if not self.over:
             self._beat()
             self._loop.later(BEAT_S, self._pulse)
 
@@ -249,9 +250,9 @@ class Membership:
         self._cut("the connection to the hub has ended")
 
     def _cut(self, why: str) -> None:
-        if self._over:
+        if self.over:
             return
-        self._over = True
+        self.over = True
         self._arrival.stream.close()
         self.present = {self.name: self.present.get(self.name, "")}
         text = (

@@ -1,0 +1,224 @@
+"""What becomes of a job whose nodes, or whose hub, are lost in every way that a network and a kernel know (long)."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.procs, pytest.mark.long, pytest.mark.timeout(400)]
+
+TRAIN = """
+MODE, STEPS = os.environ.get("MODE", ""), int(os.environ.get("STEPS", "150"))
+@everstep.resilient
+def train(run):
+    note("enter", generation=run.generation, world=run.world_size)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in run.steps(STEPS, **({} if MODE == "bare" else {"model": model, "optimizer": optimizer})):
+        model(torch.full((2, 4), 0.1)).sum().backward()
+        for parameter in model.parameters(): dist.all_reduce(parameter.grad)
+        if MODE == "hang" and step == 30 and run.generation == 0 and run.rank == 1: time.sleep(1000)
+        optimizer.step(); optimizer.zero_grad()
+        note("step", step=step, generation=run.generation)
+        time.sleep(0.05)
+    note("end")
+train()
+"""
+PLAIN = """
+dist.init_process_group("gloo")
+rank, again = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+note("start", again=again, store=os.environ["MASTER_PORT"])
+for step in range(5):
+    dist.all_reduce(torch.ones(1))
+    if step == 2 and rank == 1 and again == 0: os.kill(os.getpid(), signal.SIGKILL)
+note("end")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def two(start):
+    """Two agents on loopback."""
+
+    def begin(text=TRAIN, *flags, env=None, **settings):
+        port = 20000 + os.getpid() % 9000
+        base = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", *flags)
+        return [start(text, *base, "--node-rank", str(n), env=env, **settings) for n in range(2)]
+
+    return begin
+
+
+def run_on(jobs):
+    for job in jobs:
+        job.wait_for("step", 5)
+
+
+def apart(lost, goes_on, steps=0):
+    """Nothing of the lost node was done after the others had begun without it, but for so many steps."""
+    began = min(n["at"] for n in goes_on.of("enter") if n["generation"] == 1)
+    assert len([n for n in lost.of("step") if n["at"] > began]) <= steps
+
+
+def goes_on_alone(ended):
+    assert ended.code == 0, ended.err[-3000:]
+    assert sorted(n["rank"] for n in ended.of("end")) == [0, 1]
+    assert "is lost" in ended.err
+
+
+def test_a_frozen_agent_is_given_up_and_ends_itself_when_it_runs_again(two):
+    jobs = two(env={"STEPS": "400"})
+    run_on(jobs)
+    jobs[1].process.send_signal(signal.SIGSTOP)
+    jobs[0].wait_for("end", 2)
+    jobs[1].process.send_signal(signal.SIGCONT)
+    other, lost = jobs[0].ended(), jobs[1].ended()
+    goes_on_alone(other)
+    assert lost.code == 75, lost.err[-3000:]
+    assert "is cut off from the other nodes" in lost.err
+    apart(lost, other, steps=1)  # its worker runs on to the next collective: nobody is there to stop it
+
+
+def test_an_agent_that_did_not_run_for_a_while_goes_on_with_the_others(two):
+    jobs = two()
+    run_on(jobs)
+    jobs[1].process.send_signal(signal.SIGSTOP)
+    time.sleep(7.0)  # longer than its lease, not so long that it is given up
+    jobs[1].process.send_signal(signal.SIGCONT)
+    for ended in [job.ended() for job in jobs]:
+        assert ended.code == 0, ended.err[-3000:]
+        assert {n["generation"] for n in ended.of("enter")} == {0}
+
+
+def test_without_their_hub_all_end_with_words(two):
+    jobs = two()
+    run_on(jobs)
+    (hub,) = [p for p in psutil.process_iter(["cmdline"]) if "everstep.launcher.nodes.hub" in str(p.info["cmdline"])]
+    hub.kill()
+    for ended in [job.ended() for job in jobs]:
+        assert ended.code == 75
+        assert "is cut off from the other nodes: the connection to the hub has ended" in ended.err
+
+
+def test_the_world_shrinks_where_no_spare_is_left(two):
+    flags = ("--spares", "0", "--min-world-size", "1", "--replacement-timeout", "1")
+    jobs = two(TRAIN, *flags, env={"MODE": "bare"})  # state that is kept of two ranks would not go on with one
+    run_on(jobs)
+    jobs[1].process.kill()
+    ended, _ = [job.ended() for job in jobs]
+    assert ended.code == 0, ended.err[-3000:]
+    assert [n["world"] for n in ended.of("enter")] == [2, 1]
+
+
+def test_no_spare_is_left_and_the_world_may_not_shrink(two):
+    jobs = two(TRAIN, "--spares", "0")
+    run_on(jobs)
+    jobs[1].process.kill()
+    ended, _ = [job.ended() for job in jobs]
+    assert ended.code == 75
+    assert "node-1 (127.0.0.1) is lost" in ended.err
+
+
+def test_a_signal_to_one_agent_ends_all(two):
+    jobs = two()
+    run_on(jobs)
+    jobs[1].process.send_signal(signal.SIGTERM)
+    assert [job.ended().code for job in jobs] == [143, 143]
+
+
+def test_a_hang_is_judged_over_all_nodes_and_its_culprit_named(two):
+    ended = [job.ended() for job in two(env={"MODE": "hang"})]
+    for one, place in zip(ended, ("", "node-1"), strict=True):
+        assert one.code == 0, one.err[-3000:]
+        (fault,) = one.events("FaultNoticed", place)
+        assert (fault["kind"], fault["injured_rank"]) == ("stall", 1)
+    assert {n["pid"] for one in ended for n in one.of("enter")} == {n["pid"] for one in ended for n in one.of("end")}
+
+
+def test_all_workers_of_an_unwrapped_script_begin_anew_on_a_new_store(two):
+    ended = [job.ended() for job in two(PLAIN, wrapped=False)]
+    for one in ended:
+        assert one.code == 0, one.err[-3000:]
+        assert [n["again"] for n in one.of("start")] == [0, 1]
+    assert len({n["store"] for one in ended for n in one.of("start")}) == 2
+
+
+# -- nodes with networks of their own ------------------------------------------------------------------------------
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def namespaces(request):
+    """Two nodes with addresses of their own, on a bridge. A network that was taken down may linger: names are new."""
+    if os.getuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    mark = f"{os.getpid() % 10_000}{chr(97 + len(request.node.name) % 26)}"
+    names = [f"ev{mark}{number}" for number in range(2)]
+    bridge = f"evb{mark}"
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("link", "set", bridge, "up")
+        for number, name in enumerate(names):
+            ip("netns", "add", name)
+            ip("link", "add", f"v{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", f"v{name}", "master", bridge, "up")
+            ip("-n", name, "addr", "add", f"10.77.1.{10 + number}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            files = Path("/etc/netns") / name
+            files.mkdir(parents=True, exist_ok=True)
+            (files / "resolv.conf").write_text("")
+            (files / "nsswitch.conf").write_text("hosts: files\n")
+            hosts = "".join(f"10.77.1.{10 + n} {other}\n" for n, other in enumerate(names))
+            (files / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "link", "del", f"v{name}"], check=False, capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+        subprocess.run(["ip", "link", "del", bridge], check=False, capture_output=True)
+
+
+@pytest.fixture
+def far(start, namespaces):
+    """Two agents, each in a network of its own, that meet at a name."""
+
+    def begin(*flags):
+        base = ("--nnodes", "2", "--rdzv-endpoint", f"{namespaces[0]}:29500", "--rdzv-backend", "c10d", *flags)
+        env = {"GLOO_SOCKET_IFNAME": "eth0"}
+        return [start(TRAIN, *base, env=env, prefix=("ip", "netns", "exec", name)) for name in namespaces]
+
+    return begin
+
+
+def test_a_node_whose_power_fails_says_nothing_and_is_given_up(far, namespaces):
+    """The link goes down, and nothing is reset: the lease alone tells. The lost node ends its workers before that."""
+    jobs = far()
+    run_on(jobs)
+    ip("link", "set", f"v{namespaces[1]}", "down")
+    other, lost = jobs[0].ended(), jobs[1].ended()
+    goes_on_alone(other)
+    assert "its agent was silent for 10 s" in other.err
+    assert lost.code == 75, lost.err[-3000:]
+    assert "nobody has heard this node for 6 s" in lost.err
+    apart(lost, other)
+
+
+def test_a_short_break_of_the_network_costs_nothing(far, namespaces):
+    jobs = far()
+    run_on(jobs)
+    ip("link", "set", f"v{namespaces[1]}", "down")
+    time.sleep(2.0)
+    ip("link", "set", f"v{namespaces[1]}", "up")
+    for ended in [job.ended() for job in jobs]:
+        assert ended.code == 0, ended.err[-3000:]
+        assert {n["generation"] for n in ended.of("enter")} == {0}
