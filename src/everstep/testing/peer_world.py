@@ -238,10 +238,10 @@ class Job:
             if porter.node.name == name and porter.alive:
                 porter.kill()
 
-    def flip(self, name: str) -> bool:
-        """A byte of a replica changes; False where there is none."""
+    def flip(self, name: str, *, counted: bool = False) -> bool:
+        """A byte of a replica changes, of one that counts where that is asked for; False where there is none."""
         peer = self.nodes[name].companions["peer"]
-        copies = peer.kept.copies(self.clock.now())
+        copies = [c for c in peer.kept.copies(self.clock.now()) if not counted or c.version == peer.counted]
         if not copies:
             return False
         found = peer.kept.find(self.draw.choice(copies).place)

@@ -116,17 +116,33 @@ def test_cl_17_a_flipped_byte_in_a_replica_is_found_named_and_the_next_best_take
     j = job(6, nodes=2, per_node=1)
     j.begin()
     until_counted(j, 6)
-    assert j.flip("n0")
-    kept = j.nodes["n0"].companions["peer"].kept
-    places = kept.copies(0.0)
+    assert j.flip("n0", counted=True)
+    step = j.nodes["n0"].companions["peer"].counted[0]
     j.kill_node("n1")
     j.begin()
-    damaged = [e for e in j.nodes["n0"].events if getattr(e, "what", "") == "damaged"]
-    if damaged:  # the byte was in the copy that was taken
-        assert "damaged: its payload has checksum" in damaged[0].text
-        assert "rank 1" in damaged[0].text
-        assert j.begun[-1][0] < max(copy.snapshot.step for copy in places)
+    (damaged,) = [e for e in j.nodes["n0"].events if getattr(e, "what", "") == "damaged"]
+    assert damaged.step == step
+    assert "rank 1" in damaged.text
+    assert "damaged: its payload has checksum" in damaged.text
+    assert j.begun[-1][0] < step
     assert len({worker.began for worker in j.workers.values()}) == 1
+
+
+def test_a_flipped_byte_is_found_as_well_where_the_copy_is_fetched_and_another_copy_is_taken(job):
+    j = job(15, nodes=4, per_node=1, copies=2)
+    j.begin()
+    until_counted(j, 4)
+    keepers = [n.name for n in j.alive if any(c.snapshot.rank == 1 for c in n.companions["peer"].kept.copies(0.0))]
+    for copy in j.nodes[keepers[0]].companions["peer"].kept.copies(0.0):
+        if copy.snapshot.rank == 1:
+            found = j.nodes[keepers[0]].companions["peer"].kept.find(copy.place)
+            (byte,) = os.pread(found.fd, 1, 4200)
+            os.pwrite(found.fd, bytes([byte ^ 1]), 4200)
+    counted = j.counted()
+    j.kill_node("n1")
+    j.homes[1] = next(n.name for n in j.alive if n.name not in keepers)
+    j.begin()
+    assert j.begun[-1] == (counted, 0)
 
 
 def test_a_copy_that_was_sent_is_hashed_on_both_sides(job):

@@ -12,8 +12,9 @@ ring of neighbours, in which the loss of one node moves every copy behind it; ha
 there are few nodes, as there are.
 """
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 Placement = Mapping[int, tuple[str, ...]]
 """Rank → the nodes that keep a copy of its snapshots."""
@@ -29,60 +30,94 @@ def place(
     A rank has fewer keepers than `copies` where there are fewer other nodes, and none on a lone node. The same question
     has the same answer everywhere.
     """
-    order = {node: n for n, node in enumerate(sorted(domains))}
-    load: Counter[str] = Counter(dict.fromkeys(domains, 0))
+    load, open_to = _Load(domains), _Candidates(domains)
     kept: dict[int, list[str]] = {}
     for rank in sorted(homes):
         kept[rank] = []
         for node in before.get(rank, ())[:copies]:
-            if node in domains and _fits(node, homes[rank], kept[rank], domains):
+            if node in domains and node in open_to(homes[rank], kept[rank]):
                 kept[rank].append(node)
-                load[node] += 1
+                load.add(node)
     for rank in sorted(homes):
         while len(kept[rank]) < copies:
-            open_to = list(_candidates(homes[rank], kept[rank], domains))
-            if not open_to:
+            node = load.least_of(open_to(homes[rank], kept[rank]))
+            if node is None:
                 break
-            away = order.get(homes[rank], 0)
-            node = min(open_to, key=lambda n: (load[n], (order[n] - away) % len(order)))
             kept[rank].append(node)
-            load[node] += 1
-    _level(kept, homes, domains, load)
+            load.add(node)
+    _level(kept, homes, open_to, load)
     return {rank: tuple(nodes) for rank, nodes in kept.items()}
 
 
-def _level(
-    kept: Mapping[int, list[str]], homes: Mapping[int, str], domains: Mapping[str, str], load: Counter[str]
-) -> None:
+class _Load:
+    """How many copies each node keeps, and the least that any does."""
+
+    def __init__(self, nodes: Iterable[str]) -> None:
+        self.of = dict.fromkeys(nodes, 0)
+        self._nodes = Counter(self.of.values())  # load → how many nodes have it
+        self.least = 0
+
+    def add(self, node: str, copies: int = 1) -> None:
+        """A node keeps one more, or one fewer."""
+        self._nodes[self.of[node]] -= 1
+        self.of[node] += copies
+        self._nodes[self.of[node]] += 1
+        self.least = min(self.least, self.of[node])
+        while not self._nodes[self.least]:
+            self.least += 1
+
+    def least_of(self, nodes: Sequence[str]) -> str | None:
+        """Return who keeps least, the first of several; None where there is nobody."""
+        found: str | None = None
+        for node in nodes:
+            if found is None or self.of[node] < self.of[found]:
+                found = node
+                if self.of[node] == self.least:
+                    break
+        return found
+
+
+def _level(kept: Mapping[int, list[str]], homes: Mapping[int, str], open_to: "_Candidates", load: _Load) -> None:
     """Move single copies from who has most to who has least, for as long as that levels anything."""
     moved = True
     while moved:
         moved = False
         for rank in sorted(kept):
             for place, node in enumerate(kept[rank]):
+                if load.of[node] <= load.least + 1:
+                    continue
                 rest = [other for n, other in enumerate(kept[rank]) if n != place]
-                least = min(_candidates(homes[rank], rest, domains), key=lambda n: (load[n], n), default=node)
-                if load[least] + 1 < load[node]:
-                    load[node] -= 1
-                    load[least] += 1
+                least = load.least_of(open_to(homes[rank], rest))
+                if least is not None and load.of[least] + 1 < load.of[node]:
+                    load.add(node, -1)
+                    load.add(least)
                     kept[rank][place] = least
                     moved = True
 
 
-def _fits(node: str, home: str, rest: Sequence[str], domains: Mapping[str, str]) -> bool:
-    return node in _candidates(home, rest, domains)
+class _Candidates:
+    """Nodes that may keep one more copy of a rank: in a domain that has none yet, where there is one; never at home.
 
+    In an order that begins behind the rank's own node, so that not all begin with the same.
+    """
 
-def _candidates(home: str, rest: Sequence[str], domains: Mapping[str, str]) -> Iterator[str]:
-    """Nodes that may keep one more copy of a rank: in a domain that has none yet, where there is one; never at home."""
-    others = [node for node in domains if node != home and node not in rest]
-    own = domains.get(home)
-    taken = {domains[node] for node in rest if node in domains}
-    for wanted in (
-        [n for n in others if domains[n] != own and domains[n] not in taken],
-        [n for n in others if domains[n] != own],
-        others,
-    ):
-        if wanted:
-            yield from wanted
-            return
+    def __init__(self, domains: Mapping[str, str]) -> None:
+        self._domains = domains
+        self._order = sorted(domains)
+        self._known: dict[tuple[str, frozenset[str]], tuple[str, ...]] = {}
+
+    def __call__(self, home: str, rest: Sequence[str]) -> tuple[str, ...]:
+        """Return them, for a rank that stands at `home` and has copies on `rest`."""
+        key = home, frozenset(rest)
+        if key not in self._known:
+            self._known[key] = self._found(home, key[1])
+        return self._known[key]
+
+    def _found(self, home: str, rest: frozenset[str]) -> tuple[str, ...]:
+        at = bisect_right(self._order, home)
+        domains, own = self._domains, self._domains.get(home)
+        others = [node for node in (*self._order[at:], *self._order[:at]) if node != home and node not in rest]
+        abroad = [node for node in others if domains[node] != own]
+        taken = {domains[node] for node in rest if node in domains}
+        fresh = [node for node in abroad if domains[node] not in taken]
+        return tuple(fresh or abroad or others)
