@@ -40,11 +40,11 @@ def place(
                 load.add(node)
     for rank in sorted(homes):
         while len(kept[rank]) < copies:
-            node = load.least_of(open_to(homes[rank], kept[rank]))
-            if node is None:
+            keeper = load.least_of(open_to(homes[rank], kept[rank]))
+            if keeper is None:
                 break
-            kept[rank].append(node)
-            load.add(node)
+            kept[rank].append(keeper)
+            load.add(keeper)
     _level(kept, homes, open_to, load)
     return {rank: tuple(nodes) for rank, nodes in kept.items()}
 
