@@ -7,6 +7,7 @@ import random
 import pytest
 
 from everstep.checkpoint.core.budget import Memory
+from everstep.testing.nodes import roster
 from everstep.testing.peer_parts import Broken
 from everstep.testing.peer_world import Job
 
@@ -261,6 +262,28 @@ def test_nonsense_from_another_node_is_told_and_changes_nothing(job):
     j.run(200)
     j.kill_worker(0)
     j.begin()
+
+
+def test_a_world_that_shrinks_to_one_node_takes_up_what_all_ranks_had_with_the_copies_that_it_keeps(job):
+    j = job(16, nodes=2, per_node=1)
+    j.begin()
+    until_counted(j, 4)
+    counted, left = j.counted(), j.nodes["n0"]
+    j.kill_node("n1")
+    opened = []
+    left.workers[0] = lambda message, fds: (opened.append(message), [os.close(fd) for fd in fds])
+    left.nodes(["n0"])
+    left.stop(0)
+    told = {}
+    left.enter(roster(1, {0: "n0"}), told.__setitem__)
+    shelf = left.companions["snapshot"]
+    assert told[0]["snapshot"]["restore"] == {"step": counted, "tier": "memory", "saved_by": 2}
+    assert "1 rank takes it up" in shelf.plan.reason
+    shelf.on_message(0, {"kind": "snapshot.open", "ask": 1}, ())
+    j.settle()
+    assert [m["ranks"] for m in opened if m["kind"] == "snapshot.opened"] == [[0, 1]]
+    shelf.on_message(0, {"kind": "snapshot.settled"}, ())
+    assert {each.rank for each in shelf._sets.values()} == {0}
 
 
 class Storm:
