@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -47,7 +48,8 @@ def two(start):
     """Two agents on loopback."""
 
     def begin(text=TRAIN, *flags, env=None, **settings):
-        port = 20000 + os.getpid() % 9000
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            port = door.getsockname()[1]
         base = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", *flags)
         return [start(text, *base, "--node-rank", str(n), env=env, **settings) for n in range(2)]
 
@@ -56,7 +58,7 @@ def two(start):
 
 def run_on(jobs):
     for job in jobs:
-        job.wait_for("step", 5)
+        job.wait_for("step", 5, limit_s=240)
 
 
 def apart(lost, goes_on, steps=0):

@@ -344,7 +344,7 @@ class Agent:
         if self.ending is None:
             self.ending = Ending(
                 command, self.loop, self.nursery, self.crew, self.config.grace_s, self.notice,
-                lambda: self.host.drained(completed=False),
+                lambda: self.nodes.cut_off or self.host.drained(completed=False),
             )  # fmt: skip
             self.nodes.ending(command)
             self.ending.begin()

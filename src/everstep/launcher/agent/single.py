@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from everstep.launcher.agent.crew import Crew
 from everstep.launcher.agent.examine import Examiner
 from everstep.launcher.agent.host import AgentHost
+from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.stores import Stores
 from everstep.launcher.agent.watch import Watch
 from everstep.launcher.agent.worker import Worker
@@ -26,6 +27,7 @@ class Agent(Protocol):
 
     config: LaunchConfig
     loop: Loop
+    nursery: Nursery
     crew: Crew
     host: AgentHost
     watch: Watch
@@ -64,6 +66,7 @@ class Single:
         self._agent = agent
         self.name = NAME
         self.number, self.count = 0, 1
+        self.cut_off = False
         self._publishing: words.Roster | None = None  # waits for a store
         self._storeless = False
 

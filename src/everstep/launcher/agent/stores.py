@@ -15,6 +15,7 @@ from everstep.launcher.agent.process import Process
 from everstep.process.loop import Loop
 
 ENTRY = "everstep.store.host:main"
+STORE = "store"
 MOST_FALSE_STARTS = 3
 START_S = 30.0
 COMPLAINTS = ("StoreTimeout", "StoreError")
@@ -43,7 +44,7 @@ class Stores:
         """Have a store made."""
         self.address = None
         order = {"role": "helper", "entry": ENTRY, "arguments": {"host": self._place[0], "port": self._place[1]}}
-        process = self._process = self._nursery.order("store", order, self._said, self._gone)
+        process = self._process = self._nursery.order(STORE, order, self._said, self._gone)
         self._loop.later(START_S, lambda: self._too_late(process))
 
     def renew(self) -> None:

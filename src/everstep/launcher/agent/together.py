@@ -7,12 +7,14 @@ Rule 3: a node that is gone is not waited for: spares elsewhere take its ranks, 
         else the job ends (75). `LOST_NODE_S` is for spares that are just being born.
 """
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from everstep.errors import ExitCode
 from everstep.launcher.agent.single import Agent
+from everstep.launcher.agent.stores import STORE
 from everstep.launcher.core.limits import Own, Verdict
 from everstep.launcher.nodes.api import Address
 from everstep.launcher.nodes.membership import Membership
@@ -23,7 +25,7 @@ from everstep.recovery.core.world import Phase
 
 LOST_NODE_S = 10.0
 VIEW_S = 1.0
-STOP, GO = 19, 18  # SIGSTOP, SIGCONT
+STOP, GO = int(signal.SIGSTOP), int(signal.SIGCONT)
 
 
 class Together:
@@ -37,6 +39,7 @@ class Together:
         self._renewed = 0
         self._viewed_s = 0.0
         self._own: Own | None = None
+        self.cut_off = False
         self._asked_to_end = False  # here, by a signal that our workers have had
 
     @property
@@ -185,19 +188,22 @@ class Together:
             agent.world = replace(agent.world, policy=replace(agent.world.policy, replace_deadline_s=usual))
 
     def hold(self, *, on: bool) -> None:
-        """See `membership.Agent.hold`."""
-        for worker in self._agent.crew:
-            if worker.begun:
-                worker.process.signal(STOP if on else GO)
+        """See `membership.Agent.hold`. Writers too; the store, which others use, writes nothing."""
+        for process in list(self._agent.nursery.processes.values()):
+            if process.name != STORE:
+                process.signal(STOP if on else GO)
         text = "stand still until the other nodes are heard" if on else "go on: the other nodes are heard"
         self._agent.notice(f"{self.name} did not run for a while: its workers {text}", "warning")
 
-    def cut_off(self, code: int, text: str) -> None:
-        """See `membership.Agent.cut_off`. Once all is published as finished, only our own ranks' ends count."""
+    def cut(self, code: int, text: str) -> None:
+        """See `membership.Agent.cut`. Once all is published as finished, only our own ranks' ends count."""
         agent = self._agent
+        finished = agent.world.phase is Phase.FINISHING
+        self.cut_off = not finished
         if agent.ending is not None:
+            agent.ending.look()  # what it waits for does not count any more
             return
-        if agent.world.phase is Phase.FINISHING:
+        if finished:
             others = [m.incarnation for m in agent.world.members if m.node != self.name]
             for who in others:
                 agent.tell(words.Died(who, 0))

@@ -17,6 +17,8 @@ class Nodes(Protocol):
     number: int
     """Of this node, counted from 0; with `count`, how many the job was started on."""
     count: int
+    cut_off: bool
+    """The others go on without this node, or have ended: nothing may be written any more."""
 
     @property
     def present(self) -> Mapping[str, str]:

@@ -56,7 +56,7 @@ class Agent(Protocol):
         """Have all workers stand still until it is known whether they still have their ranks; or go on."""
         ...
 
-    def cut_off(self, code: int, text: str) -> None:
+    def cut(self, code: int, text: str) -> None:
         """This agent has no connection to the others any more."""
         ...
 
@@ -259,4 +259,4 @@ class Membership:
             f"{self.name} is cut off from the other nodes: {why}. Its workers are ended, for the others go on without "
             "them or end as well"
         )
-        self._listener.cut_off(int(ExitCode.BAD_NODE), text)
+        self._listener.cut(int(ExitCode.BAD_NODE), text)
