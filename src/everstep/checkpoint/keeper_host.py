@@ -196,7 +196,9 @@ class KeeperHost:
         ours.close()
 
     def _reader_gone(self, pid: int) -> None:
-        pidfd = self._readers.pop(pid)
+        pidfd = self._readers.pop(pid, None)
+        if pidfd is None:
+            return  # buried with us
         self._loop.unwatch(pidfd)
         os.close(pidfd)
         os.waitpid(pid, 0)
@@ -248,6 +250,8 @@ class KeeperHost:
             tier.on_tick(now)
 
     def _buried(self, writer: Writer, owner: Owner) -> None:
+        if writer.pid not in self._writers:
+            return  # buried with us
         self._forget(writer)
         _, status = os.waitpid(writer.pid, 0)
         if not self._closed:

@@ -19,6 +19,7 @@ import os
 import queue
 import select
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ from everstep.recovery.link import Link, LinkClosed
 
 ENTRY = "everstep.checkpoint.reading_beside:main"
 WINDOW = 4 << 20
+BLOCK = 1 << 20
+BLOCKS = 8
+"""Small reads are served from blocks: a state of a thousand tensors is not a thousand questions."""
 
 
 class StuckStorage(CheckpointError):
@@ -122,16 +126,17 @@ class Beside:
             return self._idle.get_nowait()
         ours, theirs = Link.pair()
         fd = os.memfd_create("everstep-reading", os.MFD_CLOEXEC)
+        os.ftruncate(fd, WINDOW)
+        talk = _Talk(ours, mmap.mmap(fd, WINDOW))
         try:
-            os.ftruncate(fd, WINDOW)
-            window = mmap.mmap(fd, WINDOW)
             self._door.send({"kind": "open"}, [theirs.fileno(), fd])
         except LinkClosed:
+            talk.close()
             raise CheckpointError("the process that reads checkpoints ended; it was killed") from None
         finally:
             theirs.close()
             os.close(fd)
-        return _Talk(ours, window)
+        return talk
 
 
 class _There:
@@ -139,6 +144,8 @@ class _There:
 
     def __init__(self, beside: Beside, path: str) -> None:
         self._beside, self._path = beside, path
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
     def manifest(self) -> bytes:
         """See `Reading.manifest`."""
@@ -151,8 +158,25 @@ class _There:
 
     def read_into(self, name: str, into: memoryview, offset: int) -> int:
         """See `Reading.read_into`."""
-        count = min(len(into), WINDOW)
-        return int(self._beside.ask(self._path, "read", into, name=name, offset=offset, wanted=count)[0]["count"])
+        if len(into) >= BLOCK // 2:
+            wanted = min(len(into), WINDOW)
+            return int(self._beside.ask(self._path, "read", into, name=name, offset=offset, wanted=wanted)[0]["count"])
+        number, start = divmod(offset, BLOCK)
+        part = self._block(name, number)[start : start + len(into)]
+        into[: len(part)] = part
+        return len(part)
+
+    def _block(self, name: str, number: int) -> bytes:
+        with self._lock:
+            known = self._blocks.get((name, number))
+        if known is not None:
+            return known
+        block = self._beside.ask(self._path, "read", name=name, offset=number * BLOCK, wanted=BLOCK)[1]
+        with self._lock:
+            self._blocks[name, number] = block
+            while len(self._blocks) > BLOCKS:
+                self._blocks.popitem(last=False)
+        return block
 
     def close(self) -> None:
         """See `Reading.close`."""
@@ -181,6 +205,8 @@ class _Reader:
                 else:
                     link.send(answer)
             except LinkClosed:
+                link.close()
+                window.close()
                 return
 
     def _answered(self, message: Mapping[str, Any], window: mmap.mmap) -> tuple[dict[str, Any], bytes]:
@@ -225,12 +251,18 @@ def _send_more(link: Link, answer: Mapping[str, Any], content: bytes) -> None:
 
 def main(link: Link) -> None:
     """Entry of the process: serve conversations until the rank lets go."""
+    serve(link)
+    os._exit(0)  # whatever its threads are doing
+
+
+def serve(link: Link) -> None:
+    """Begin a conversation, on a thread of its own, for each that is asked for."""
     reader = _Reader()
     while True:
         try:
             _, fds = link.receive()
         except LinkClosed:
-            os._exit(0)
+            return
         talk, window = Link.from_fd(fds[0]), mmap.mmap(fds[1], WINDOW)
         os.close(fds[1])
         threading.Thread(target=reader.converse, args=(talk, window), daemon=True).start()
