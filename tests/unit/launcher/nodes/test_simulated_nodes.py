@@ -328,8 +328,9 @@ def test_lost_nodes_shrink_the_world_or_end_it_alike_for_all():
 
 
 @pytest.mark.long
-def test_ten_thousand_worlds():
-    for seed in range(10_000):
+@pytest.mark.timeout(1200)
+def test_two_thousand_worlds():
+    for seed in range(2_000):
         rng = random.Random(f"long {seed}")
         count = rng.randint(2, 5)
         least = rng.choice((None, 1, count))
