@@ -13,7 +13,7 @@ from everstep.checkpoint.peer import COPY_BUFFERS, Peer
 from everstep.checkpoint.shares import shares
 from everstep.checkpoint.shelf import Shelf
 from everstep.checkpoint.source import Source
-from everstep.checkpoint.tier_settings import MAIN
+from everstep.checkpoint.tier_settings import LOCAL, MAIN
 from everstep.errors import UsageError
 from everstep.faults import flags as faults
 from everstep.faults.companion import FaultCompanion
@@ -57,17 +57,18 @@ def riders(config: LaunchConfig) -> Riders:
         return riding
     places = flags.places(given)
     cap = given.get("snapshot_memory")
-    if places and config.nnodes > 1:
+    several = config.nnodes > 1
+    if several and any(place.tier == LOCAL for place in places):
         raise UsageError(
-            f"--checkpoint-dir with --nnodes {config.nnodes}: checkpoints on disk are written on one node for now. "
-            "Leave it out, and EVERSTEP_CHECKPOINT_DIR too: snapshots in memory are kept on every node."
+            f"--checkpoint-local-dir with --nnodes {config.nnodes}: what the disk of one node holds of a checkpoint is "
+            "lost with that node. Leave it out, and EVERSTEP_CHECKPOINT_LOCAL_DIR too: --checkpoint-dir names a "
+            "directory that all nodes share."
         )
     cap_bytes, readers = None if cap is None else bytes_of(str(cap)), max(1, len(places))
     copies = peer_flags.copies_of(given)
-    several = config.nnodes > 1
     shelf, source, peer = _copied(copies, len(places), cap_bytes) if several else _alone(cap_bytes, readers)
     riding.notices += [text for text in [peer_flags.idle(copies)] if text and not several]
-    disks = disks_of(places, source, config.grace_s)
+    disks = disks_of(places, source, config.grace_s, several=several)
     shelf.older = lambda: nearest_first(disks)
     riding.companions += [shelf, Hashing(shelf), *peer, *disks]
     if not any(place.tier == MAIN for place in places) and given.get("checkpoint_interval") is not None:

@@ -165,6 +165,7 @@ class Coordinating(NodeWords):
         whole = newest_common(self._host.world_size, [one for _, one in found], *self._lineage, self._shelf.plan)
         if whole and whole[0].step not in self.inventory.complete and not self._writers.given_up and self._save is None:
             save = self._open(whole[0].step, whole[0].epoch, whole[0].generation)
+            self._last = save.token
             for one in whole:
                 home = self._homes[one.rank]
                 if home == self._me:

@@ -58,6 +58,7 @@ class Disk(Saves):
         self._given = directory
         self._running = False  # a generation is under way
         self._final_tried = False
+        self._last = ""  # the save of the last step, which no rank has to come to any more
         self._behind = behind
         self.before: Disk | None = None  # who has us behind it
         self.series: str | None = None  # of which training the checkpoints are, where that matters
@@ -199,7 +200,7 @@ class Disk(Saves):
         self._running = False
         if self._writers_begun is None:
             return True
-        if self._save is not None:
+        if self._save is not None and self._save.token != self._last:
             self._hear(self._save.token, commit.Stopped("the job ended before every rank came to it"))
         if completed and self._behind is None and not self._final_tried and self._save is None:
             self._final_tried = True
@@ -274,7 +275,7 @@ class Disk(Saves):
         whole = newest_common(self._host.world_size, self._shelf.sealed(), *self._lineage, self._shelf.plan)
         if not whole or whole[0].step in self.inventory.complete or self._writers.given_up:
             return
-        token = self._open(whole[0].step, whole[0].epoch, whole[0].generation).token
+        token = self._last = self._open(whole[0].step, whole[0].epoch, whole[0].generation).token
         for snapshot in whole:
             self._staged(snapshot.rank, token, snapshot.buffer)
 

@@ -6,7 +6,7 @@ listed (EXPERIMENTS C3). Its successor is the next node. Every fragment goes to 
 the other able to merge: the same bytes, whoever does (C5).
 
     node ─▶ coordinator   staged, late, written, refused, lost, hopeless, moving, restored, standing, sealed
-    node ─▶ both          fragment {save, rank, part …}         all ─▶ all  measured {step, metrics}
+    node ─▶ both          fragment {save, rank, part …}         all ─▶ all  measured {step, metrics}, struck {step}
     coordinator ─▶ node   say {message} (to its ranks), write, release, discard, ended {save, phase, stock},
                           last (what of the last step is there?), take {save, rank, buffer}, done
 
@@ -14,8 +14,8 @@ Rule 1: a word that does not fit who coordinates, as this node knows it, waits u
 after the other. What a node said that is gone counts no more.
 Rule 2: a successor first hears from every node that is left how the save stands there, and then decides
 (core/succession.py).
-Rule 3: what a generation may begin from is what all were told before its roster, in the coordinator's words: never what
-a node finds in the directory by itself (CL-05).
+Rule 3: what a generation may begin from is what was told before its roster, in one node's words: never what a node
+finds in the directory by itself (CL-05).
 """
 
 import os
@@ -107,6 +107,8 @@ class NodeWords(Disk):
             self._take_parcel(node, message)
         elif verb == "measured":
             self.inventory.metrics[int(message["step"])] = dict(message["metrics"])
+        elif verb == "struck":
+            self.inventory.struck.add(int(message["step"]))
         elif not self._fits(node, verb, message):
             self._early = [*self._early, (node, message)][-EARLY:]
         elif verb in REPORTS:

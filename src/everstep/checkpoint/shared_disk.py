@@ -1,7 +1,7 @@
 """The disk tier on several nodes, as it rides on each agent: node_words.py says who does what, coordinating.py how.
 
-What a generation may begin from is what all were told before its roster, in the coordinator's words: never what a node
-finds in the directory by itself (CL-05).
+What a generation may begin from is what was told before its roster, in one node's words: never what a node finds in the
+directory by itself (CL-05). What is whole every node knows from the coordinator.
 """
 
 import os
@@ -12,7 +12,6 @@ from everstep.checkpoint.coordinating import Coordinating
 from everstep.checkpoint.core import commit, names
 from everstep.checkpoint.core.plan import Committed
 from everstep.checkpoint.disk import Disk
-from everstep.checkpoint.inventory import Inventory
 from everstep.checkpoint.storage.opening import is_url
 from everstep.checkpoint.writers import Writers
 from everstep.recovery.api import Child, Host, Message
@@ -87,16 +86,14 @@ class SharedDisk(Coordinating):
         self._words[node] = message
 
     def committed(self) -> Sequence[Committed]:
-        """See `Disk.committed`: as the coordinator has told, without what any node could not read."""
-        words = self._words.get(self._nodes[0], {}) if self._nodes else {}
-        struck = {int(step) for node in self._nodes for step in self._words.get(node, {}).get("struck", ())}
-        agreed = Inventory(self.directory, self.tier)
-        for step, size, _ in words.get("complete", ()):
-            if int(step) not in struck:
-                agreed.complete.add(int(step))
-                agreed.sizes[int(step)] = int(size)
-        shared = {"shared": True}
-        return [replace(one, where={**one.where, **shared}) for one in agreed.committed()]
+        """See `Disk.committed`: as this node knows it; the memory tier takes one node's word for all."""
+        return [replace(one, where={**one.where, "shared": True}) for one in super().committed()]
+
+    def _strike(self, step: int, text: str) -> None:
+        """Every node hears of it before the fault that it leads to, and so before the next plan."""
+        if step not in self.inventory.struck:
+            self._tell_all("struck", step=step)
+        super()._strike(step, text)
 
     def on_roster(self, roster: Roster) -> Mapping[int, Message]:
         """See `Companion.on_roster`."""
@@ -174,6 +171,10 @@ class SharedDisk(Coordinating):
         """See `Saves.outstanding`."""
         asking = self._lasts is not None or self._standings is not None
         return asking or super().outstanding or (not self._first and bool(self._ordered))
+
+    def problems(self) -> Sequence[str]:
+        """See `Companion.problems`: what became of saves is told by who coordinates."""
+        return super().problems() if self._first else ()
 
     def drained(self, completed: bool) -> bool:
         """See `Companion.drained`. Where another node coordinates: when it has said that all is written."""

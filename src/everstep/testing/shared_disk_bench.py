@@ -41,7 +41,7 @@ class Node:
         )
         self.disk.start(self)
         self.generation = -1
-        self.said = -1  # of the last generation after which it has told what it keeps
+        self.older: dict[str, list[list[Any]]] = {}  # what each node has told, as the memory tier hears it
 
     @property
     def world_size(self) -> int:
@@ -84,10 +84,12 @@ class Node:
                 self.disk.on_nodes(dict.fromkeys(body["nodes"], "127.0.0.1"))
             case "fault":
                 self.disk.on_stopped(body["generation"])
-                told = {"is": "told", "node": self.node, "words": self.disk.telling()}
+                older = [[one.step, dict(one.where)] for one in self.disk.committed()]
+                told = {"is": "told", "node": self.node, "words": self.disk.telling(), "older": older}
                 self.hub.say({**told, "generation": body["generation"]})
             case "told":
                 self.disk.told(body["node"], body["words"])
+                self.older[body["node"]] = body["older"]
             case _:
                 self._enter(Roster.from_json(body["roster"]))
 
@@ -209,10 +211,10 @@ class Hub:
     # the world
 
     def plan(self, node: Node) -> Plan:
-        """From what a generation begins: what all nodes have told; all must come to the same."""
-        found = max(node.disk.committed(), key=lambda one: one.step, default=None)
-        step = found.step if found else None
-        plan = Plan(step, "disk" if found else None, "the bench's", {}, found)
+        """From what a generation begins: the word of rank 0's node; all must come to the same."""
+        told = node.older.get(self.homes[0], [])
+        step = max((int(one[0]) for one in told), default=None)
+        plan = Plan(step, "disk" if told else None, "the bench's")
         known = self.plans.setdefault(self.generation, (plan.parent, plan.tier))
         assert known == (plan.parent, plan.tier), f"{node.node} would begin from {plan.parent}, others from {known}"
         return plan

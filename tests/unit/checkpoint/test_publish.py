@@ -213,3 +213,29 @@ def test_the_order_of_calls_is_the_mechanism(tmp_path):
     assert order[-5:] == ending
     assert order[-6] == "fsync folder"
     assert {"fsync __0_0.distcp", "fsync __1_0.distcp", "fsync __1_0.layout.json"} <= set(order[:-5])
+
+
+def test_a_second_merger_that_knows_another_metric_finds_the_save_published(tmp_path):
+    """A coordinator that died had published; its successor, which has heard one more number, merges again."""
+    files, directory = UnsyncedFiles(), str(tmp_path)
+    folder, fragments = write(files, directory, 20)
+    first = publish(files, directory, folder, fragments, describe, {})
+    again = publish(files, directory, folder, fragments, describe, {"loss": 1.0})
+    assert again == first
+    assert oracle(directory, 20) == 20
+
+
+def test_a_leftover_that_an_old_listing_does_not_show_is_replaced(tmp_path):
+    """A merger died on another node after its first file; the listing here is that of before (CL-05)."""
+
+    class Stale(UnsyncedFiles):
+        def listdir(self, path):
+            return [name for name in super().listdir(path) if name not in (names.METADATA, names.MANIFEST)]
+
+    files, directory = Stale(), str(tmp_path)
+    folder, fragments = write(files, directory, 20)
+    for name in (names.METADATA, names.MANIFEST):
+        with open(os.path.join(folder, name), "wb") as file:
+            file.write(b"half of i")
+    publish(files, directory, folder, fragments, describe)
+    assert oracle(directory, 20) == 20

@@ -6,7 +6,15 @@ import random
 import pytest
 
 from everstep.checkpoint import catalog
+from everstep.checkpoint.core import names
+from everstep.checkpoint.core.manifest import FileFact, Fragment
 from everstep.checkpoint.load import open_checkpoint
+from everstep.checkpoint.scribe import Scribe
+from everstep.clock import SystemClock
+from everstep.errors import CheckpointError
+from everstep.recovery.link import Link
+from everstep.testing.disk_bench import no_metadata
+from everstep.testing.disks import UnsyncedFiles
 from everstep.testing.shared_disk_bench import Hub
 from everstep.testing.states import rank_state
 
@@ -43,12 +51,14 @@ class World:
             self.turn()
 
     def drain(self):
-        for _ in range(200):
-            self.hub.settle()
+        """The end is asked for again and again, between any two words."""
+        for _ in range(3000):
             done = [node.disk.drained(True) for node in self.hub.nodes.values()]
             if all(done):
                 self.hub.settle()
                 return
+            for _ in range(self.rng.randint(0, 5)):
+                self.hub.deliver()
         raise AssertionError("the end is never reached")
 
     def check(self):
@@ -62,6 +72,7 @@ class World:
                     assert bytes(state.payload()) == rank_state(rank, self.hub.world_size, one.step).payload
         if self.newest:
             assert max(one.step for one in found) >= self.newest
+        assert max([0, *self.hub.tiers("committed")]) >= self.step, "the last step is not durable"
         assert [node.shelf.held for node in self.hub.nodes.values()] == [set() for _ in self.hub.nodes]
 
 
@@ -144,3 +155,45 @@ def test_nodes_that_die_one_after_the_other_lose_nothing_that_was_durable(tmp_pa
 def test_two_thousand_worlds_lose_nothing_that_was_durable(tmp_path):
     for seed in range(100, 2100):
         _life(tmp_path / str(seed) / "ckpt", seed)
+
+
+class Sleeping(SystemClock):
+    """Time passes where somebody sleeps."""
+
+    def __init__(self):
+        self.passed = 0.0
+        self.then = lambda: None
+
+    def now(self):
+        return self.passed
+
+    def sleep(self, seconds):
+        self.passed += seconds
+        self.then()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_is_seen_late_is_waited_for_and_what_never_comes_fails_the_save_by_name(tmp_path, comes):
+    """CL-05: a shard of another node is there, and this one does not see it yet; or that node wrote elsewhere."""
+    clock, folder = Sleeping(), tmp_path / names.committed(1)
+    folder.mkdir()
+    body = {"save": "s", "step": 1, "epoch": 0, "generation": 0, "world_size": 1, "rank": 0, "entries": ()}
+    fragment = Fragment(**body, files={"__0_0.distcp": FileFact(3, "x")})
+
+    def then():
+        if comes and clock.passed > 40:
+            (folder / "__0_0.distcp").write_bytes(b"abc")
+
+    clock.then = then
+    ours, theirs = Link.pair()
+    scribe = Scribe(theirs, str(tmp_path), 0, UnsyncedFiles(), no_metadata, {}, clock)
+    try:
+        if comes:
+            scribe._see(names.committed(1), {0: fragment}, 90.0)
+            assert 40 < clock.passed < 90
+        else:
+            with pytest.raises(CheckpointError, match=r"the writer of rank 0 .*is not seen here after 90 s"):
+                scribe._see(names.committed(1), {0: fragment}, 90.0)
+    finally:
+        ours.close()
+        theirs.close()
