@@ -8,6 +8,7 @@ its loop. It has the least share of a processor that is wanted by others, works 
 (core/idle.py), and shares no lock with anybody: a buffer that is taken for the next snapshot meanwhile is not hashed.
 
     watch {rank, buffers} + a descriptor of each       forget {rank, buffers}: their memory is to be freed
+    end                                                the job has completed
 
 Rule 1: it writes nothing but the checksum's words, and has only the page of the header mapped for writing.
 Rule 2: a checksum is put beside the snapshot that was hashed or not at all: its words carry the whole header, so those
@@ -38,7 +39,7 @@ Key = tuple[int, int]
 
 
 def main(link: Link, *, training: Mapping[str, str] | None = None) -> None:
-    """Entry of the process: serve until the line closes."""
+    """Entry of the process: serve until it is told to end, or the line closes."""
     del training  # what every helper of a keeper is told
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -76,12 +77,14 @@ class Hasher:
             self.turn()
 
     def hear(self, timeout_s: float) -> bool:
-        """Take what has been said, waiting so long at most; False when the line has closed."""
+        """Take what has been said, waiting so long at most; False when it is to end."""
         deadline = self._clock.now() + timeout_s
         while self._poll.poll(1000 * max(0.0, deadline - self._clock.now())):
             try:
                 message, fds = self._link.receive()
             except LinkClosed:
+                return False
+            if message["kind"] == "end":
                 return False
             self._heard(message, fds)
         return True

@@ -66,7 +66,7 @@ class Hashing:
         """See `Companion.drained`: nobody waits for it. After a completed job nobody restores from this memory."""
         if completed and self._child is not None:
             self._closed = True
-            self._child.kill()
+            self._child.send({"kind": "end"})
         return True
 
     def problems(self) -> Sequence[str]:

@@ -277,11 +277,11 @@ class OptimizerSource:
             if cut is not None:
                 found += _cut_misfits(self._state_name, cut, section)
                 continue
-            fqn = names[0]
+            fqn, held = names[0], self._optimizer.state.get(parameter, {})
             for key, node in section.tree.get(fqn, {}).items():
                 if isinstance(node, Pieces):
                     found.append(f"{self._state_name}/{fqn}/{key} was saved as ranges of FSDP1; DCP reshards")
-                live = self._optimizer.state.get(parameter, {}).get(key)
+                live = held.get(key)
                 leaf = section.leaves[node.leaf] if isinstance(node, Ref) else None
                 if leaf is not None and leaf.placements and not shaped_as(leaf, parameter):
                     found += differences(leaf, parameter)

@@ -131,6 +131,8 @@ def at(live: Any, key: Any) -> Any:
 
 def pickled_in(section: Section) -> Iterator[str]:
     """Yield the paths of a section's objects that were pickled."""
+    if not any(leaf.kind == "pickle" for leaf in section.leaves):  # the tree need not be walked
+        return
     for _, node in walk(section.tree):
         if isinstance(node, Pickled):
             yield section.leaves[node.leaf].path
@@ -159,6 +161,8 @@ def numbers_in(tree: Node) -> Iterator[int]:
 def fresh(leaf: Leaf, payload: Payload, device: torch.device | None = None) -> Tensor:
     """Return a new tensor with the leaf's bytes, strided as it was, on `device` (else on the kind it lived on)."""
     place_at = device or torch.device(leaf.device)
+    if not leaf.stride and place_at.type == "cpu":
+        return stored(leaf, payload).clone()
     dtype = getattr(torch, leaf.dtype)
     if leaf.stride and not _folded(leaf.shape, leaf.stride):
         made = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=place_at)

@@ -364,9 +364,10 @@ def view(raw: Tensor, leaf: Leaf) -> Tensor:
 
 def stored(leaf: Leaf, payload: Payload) -> Tensor:
     """Return a view of a tensor leaf's stored bytes, row-major; it lives as long as the payload's memory does."""
+    dtype = getattr(torch, leaf.dtype)
     if leaf.nbytes == 0:
-        return torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype))
-    return view(torch.frombuffer(payload(leaf), dtype=torch.uint8), leaf)
+        return torch.empty(leaf.shape, dtype=dtype)
+    return torch.frombuffer(payload(leaf), dtype=dtype).view(leaf.shape)
 
 
 def payload_of(part: Part) -> Payload:

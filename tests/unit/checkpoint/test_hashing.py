@@ -47,13 +47,9 @@ class Child:
     def __init__(self):
         self.link, theirs = Link.pair()
         self.hasher = Hasher(Link(theirs), Still())
-        self.killed = False
 
     def send(self, message, fds=()):
         self.link.send(message, fds)
-
-    def kill(self):
-        self.killed = True
 
     def turn(self):
         """Hear what was said, and hash once."""
@@ -273,9 +269,11 @@ def test_a_hasher_that_dies_is_begun_again_and_not_for_ever(bench, riding):
 def test_it_holds_up_nothing_and_ends_with_a_completed_job(bench, riding):
     _, _, _, companion, host = begin(bench, riding)
     assert companion.drained(False)
-    assert not host.children[0].killed
+    child = host.children[0]
+    child.turn()
+    assert child.hasher.hear(0.0)
     assert companion.drained(True)
-    assert host.children[0].killed
+    assert not child.hasher.hear(0.0)
     companion.on_child_exit(host.children[0], -9)
     assert len(host.children) == 1
     assert companion.problems() == ()

@@ -109,12 +109,8 @@ class Leaf:
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> "Leaf":
         """Read what `to_json` wrote; raises KeyError or TypeError for anything else."""
-        known: dict[str, Any] = {n: _tuple(v) for n, v in body.items() if n in _LEAF_FIELDS}
+        known: dict[str, Any] = {n: tuple(v) if type(v) is list else v for n, v in body.items() if n in _LEAF_FIELDS}
         return cls(**known)
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType]
 
 
 _LEAF_FIELDS: dict[str, Any] = {f.name: f.default if f.default is not MISSING else None for f in fields(Leaf)}
@@ -381,6 +377,7 @@ def decode(content: Any) -> Node:
         return [decode(v) for v in content]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(content, dict):
         if _TAG in content:
-            return _DECODERS[content[_TAG]](content["x"])
+            tag = content[_TAG]  # most are leaves
+            return Ref(content["x"]) if tag == "leaf" else _DECODERS[tag](content["x"])
         return {k: decode(v) for k, v in content.items()}  # pyright: ignore[reportUnknownVariableType]
     return content
