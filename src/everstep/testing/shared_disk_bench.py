@@ -95,7 +95,7 @@ class Node:
 
     def _enter(self, roster: Roster) -> None:
         own = [m.rank for m in roster.members if m.node == self.node]
-        self.shelf.plan = self.hub.plan(self)
+        self.shelf.plan = self.hub.plan(self, roster)
         for rank, buffer in list(self.shelf.buffers):
             newer = self.shelf.buffers[rank, buffer][1].step > max(0, self.shelf.plan.parent)
             if (rank not in own or newer) and (rank, buffer) not in self.shelf.held:
@@ -210,12 +210,12 @@ class Hub:
 
     # the world
 
-    def plan(self, node: Node) -> Plan:
+    def plan(self, node: Node, roster: Roster) -> Plan:
         """From what a generation begins: the word of rank 0's node; all must come to the same."""
-        told = node.older.get(self.homes[0], [])
+        told = node.older.get(roster.members[0].node, [])
         step = max((int(one[0]) for one in told), default=None)
         plan = Plan(step, "disk" if told else None, "the bench's")
-        known = self.plans.setdefault(self.generation, (plan.parent, plan.tier))
+        known = self.plans.setdefault(roster.generation, (plan.parent, plan.tier))
         assert known == (plan.parent, plan.tier), f"{node.node} would begin from {plan.parent}, others from {known}"
         return plan
 
