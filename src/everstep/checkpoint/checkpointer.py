@@ -95,6 +95,7 @@ class Checkpointer:
         )
         self._snapshotter.begin(self.rank, self.world_size, joined.welcome["told"]["snapshot"])
         self._given: Given | None = None
+        self._looked = False  # a first state has been looked through
         self._begun = False  # buffers are asked for in this generation
         self._number = 0
         self._last: Handle | None = None
@@ -130,6 +131,9 @@ class Checkpointer:
         number = check_name(step)
         self._raise_failures()
         due = {name: number % every == 0 for name, every in self._settings.intervals.items()}
+        if not self._looked:
+            given(state)  # names that cannot be are heard of at once, not at the first step that is due
+            self._looked = True
         if not any(due.values()):
             return Handle(self._book, number, Fate(number, "not due"))
         self._check_order(number)

@@ -1,7 +1,8 @@
 """`everstep checkpoint ls | verify | rm | convert DIR`: what lies in a checkpoint directory, for people and scripts.
 
-`ls` exits 0; `verify` 1 where any checkpoint is damaged, with a line `step file reason` for each wound; `rm` removes by
-step, and refuses the last whole one unless told twice; `convert` writes one for others, and refuses a damaged one.
+`ls` exits 0; `verify` 1 where any checkpoint is damaged, with a line `step file reason` for each wound, 64 where there
+is none; `rm` removes by step, and refuses the last whole one unless told twice; `convert` writes one for others, and
+refuses a damaged one.
 """
 
 import argparse
@@ -15,6 +16,8 @@ from everstep.checkpoint import catalog
 from everstep.clock import SYSTEM
 from everstep.errors import DamagedCheckpoint, ExitCode, UsageError
 from everstep.telemetry import say
+
+_NONE = "no checkpoint in {}; give the directory that --checkpoint-dir named"
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - the type has no public name
@@ -65,7 +68,13 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     found = _chosen(catalog.scan(args.dir), args.step, args.dir)
+    if not found:
+        raise UsageError(_NONE.format(args.dir))
     wounds = [wound for one in found for wound in catalog.verify(one)]
+    if wounds:  # a job that runs gives up older ones meanwhile: those had no wound
+        left = {one.step for one in catalog.scan(args.dir) if one.manifest is not None}
+        retired = {one.step for one in found if one.manifest is not None} - left
+        found, wounds = [f for f in found if f.step not in retired], [w for w in wounds if w.step not in retired]
     if args.json:
         told = [{"step": wound.step, "file": wound.file, "reason": wound.reason} for wound in wounds]
         _print(json.dumps({"verified": [one.step for one in found], "damaged": told}))
@@ -98,7 +107,7 @@ def _rm(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     found = _chosen(catalog.scan(args.dir), None if args.step is None else [args.step], args.dir)
     if not found:
-        raise UsageError(f"no checkpoint in {args.dir}; give the directory that --checkpoint-dir named")
+        raise UsageError(_NONE.format(args.dir))
     wounds = catalog.verify(found[0])
     if wounds:
         older = ", ".join(str(one.step) for one in found[1:] if one.complete)

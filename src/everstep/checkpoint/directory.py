@@ -11,6 +11,7 @@ Rule 4: a dead agent's writers end within two seconds, and are waited for; a loc
 system may hold for a while after that node's death, is waited for longer. A living job is not waited for.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -111,8 +112,8 @@ class Claim:
             call()
         except OSError as error:
             raise ConfigurationError(
-                f"the checkpoint directory {self.directory} cannot {doing}: {error.strerror}. Give --checkpoint-dir a "
-                "directory on a file system that this user can write to."
+                f"the checkpoint directory {self.directory} cannot {doing}: {error.strerror}. {_mend(error)}Give "
+                "--checkpoint-dir a directory on a file system that this user can write to."
             ) from error
         self._moving()
 
@@ -159,8 +160,9 @@ class Claim:
 
     def _no_lock(self, path: str, error: OSError) -> ConfigurationError:
         return ConfigurationError(
-            f"the checkpoint directory {self.directory} cannot be claimed by a lock ({path}): {error.strerror}. Give "
-            "--checkpoint-dir a directory that this user can write to, on a file system that has flock."
+            f"the checkpoint directory {self.directory} cannot be claimed by a lock ({path}): {error.strerror}. "
+            f"{_mend(error)}Give --checkpoint-dir a directory that this user can write to, on a file system that has "
+            "flock."
         )
 
     def _refuse_others(self) -> None:
@@ -284,3 +286,10 @@ def _free(path: str) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _mend(error: OSError) -> str:
+    """What else helps: a full disk holds nobody from what is saved there for longer than it is full."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Free some space there (a few KiB), and what is saved there is read as before. "
+    return ""

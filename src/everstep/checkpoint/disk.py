@@ -237,9 +237,12 @@ class Disk(Saves):
 
     def _check_that_one_is_whole(self) -> None:
         """Where all that is there is damaged, a person decides: to begin anew is not for us."""
-        main = self._behind or self
-        if main.findings is not None and not (self.inventory.complete or main.inventory.complete):
-            main.inventory.check(main.findings.wounds)
+        disks = [self._behind or self, self]
+        if any(disk.inventory.complete for disk in disks):
+            return
+        for disk in disks:
+            if disk.findings is not None:
+                disk.inventory.check(disk.findings.wounds)
 
     def _continue(self, step: int, total: int) -> None:
         told = self.inventory.continuing(step, total, self._host.world_size)

@@ -21,6 +21,7 @@ from everstep.checkpoint.core.layout import Layout, Pickled, Pieces, Ref, Sectio
 from everstep.checkpoint.generators import is_generator
 from everstep.checkpoint.sharded import is_sharded_tensor, local_of, shards_of
 from everstep.checkpoint.tensors import dtype_name
+from everstep.checkpoint.walk import may_be_called
 from everstep.errors import UsageError
 
 Holder = MutableMapping[Any, Any] | MutableSequence[Any] | Mapping[Any, Any] | tuple[Any, ...]
@@ -75,6 +76,8 @@ def given(state: Mapping[str, Any]) -> Given:
     for name, thing in _flat("", state, 0):
         if name in objects:
             raise TypeError(f"state: two things have the name {name!r}; rename one of them")
+        if not may_be_called(name):
+            raise TypeError(f"state[{name!r}]: this name is taken or not allowed; rename it")
         objects[name] = thing
     shape = tuple((name, 0 if isinstance(thing, Value) else id(thing)) for name, thing in objects.items())
     return Given(objects, shape)

@@ -32,7 +32,8 @@ def settle(directory: str, wanted: str, job: str, files: FileOps | None = None) 
     if wanted != MAKE and (own or open_storage(directory, files).scan()):
         raise ConfigurationError(
             f"the checkpoints in {directory} are of another training than those in --checkpoint-dir: taking them up "
-            "would go on with somebody else's state. Nothing was changed there; empty it, or give "
+            "would go on with somebody else's state. Nothing was changed there. To go on from them all the same (where "
+            "those in --checkpoint-dir are lost), end this job and give their directory alone; else empty it, or give "
             "--checkpoint-local-dir another directory"
         )
     name = wanted or secrets.token_hex(8)

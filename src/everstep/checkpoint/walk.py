@@ -40,6 +40,11 @@ _TAKEN = (RNG, "ranks")  # the second stands before names of what belongs to one
 NOTHING: Mapping[str, str] = {}
 
 
+def may_be_called(name: str) -> bool:
+    """True where an object of the state can have this name."""
+    return bool(name) and name not in _TAKEN and "/" not in name
+
+
 class Source(Protocol):
     """One object of the state: one or more sections."""
 
@@ -298,7 +303,7 @@ def _source(
     manner: _Manner,
 ) -> Source:
     thing = state[name]
-    if not name or name in _TAKEN or "/" in name:
+    if not may_be_called(name):
         raise TypeError(f"run.steps({name}=…): this name is taken or not allowed; choose another keyword.")
     if name in walked:
         return walked[name]

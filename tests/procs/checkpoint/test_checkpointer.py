@@ -349,6 +349,16 @@ def test_the_newest_damaged_one_is_named_and_the_next_best_taken(make, tmp_path)
     assert ckpt.restore(state, step=3).step == 3
 
 
+def test_names_that_cannot_be_are_refused_before_anything_is_due(make):
+    """At the first save or restore of any step, not at the first that is due."""
+    ckpt = make(interval=1000)
+    for name in ("rng", "ranks", "a/b", ""):
+        for call in (lambda state: ckpt.save(1, state), ckpt.restore):
+            with pytest.raises(TypeError, match="rename it"):
+                call({name: 1.0})
+    assert ckpt.save(1, {"a": 1.0}).wait(0).what == "not due"
+
+
 def test_a_call_in_the_midst_of_another_is_refused_and_threads_wait_for_one_another(make):
     """A signal handler that saves would wait for ever for what its own thread holds."""
     ckpt = make()

@@ -203,6 +203,29 @@ def test_verify_exits_1_and_tells_step_file_and_reason(three, capsys):
     assert json.loads(capsys.readouterr().out)["damaged"][0]["file"] == SHARD
 
 
+def test_one_that_is_given_up_while_it_is_read_is_no_wound(three, capsys, monkeypatch):
+    """A job that runs takes the manifest and `.metadata` of an old one away at any time."""
+    real = catalog.verify
+
+    def slow(found):
+        if found.step == 20:
+            for name in (names.MANIFEST, ".metadata"):
+                os.unlink(os.path.join(found.path, name))
+        return real(found)
+
+    monkeypatch.setattr(catalog, "verify", slow)
+    assert run("verify", three) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_verify_of_nothing_is_no_success(three, tmp_path):
+    """A mistyped directory, or one of the checkpoints itself, would pass for a verified one."""
+    (tmp_path / "empty").mkdir()
+    for where in (tmp_path / "empty", os.path.join(three, "step-60")):
+        with pytest.raises(UsageError, match=r"no checkpoint in .*; give the directory"):
+            run("verify", where)
+
+
 def test_rm_removes_by_step_and_not_the_last_whole_one_unless_told(three):
     assert run("rm", three, "--step", 20) == 0
     assert sorted(os.listdir(three)) == ["step-40", "step-60"]
@@ -311,4 +334,4 @@ def test_a_checkpoint_of_the_future_has_no_negative_age(three):
 def test_nothing_that_decides_about_checkpoints_asks_what_time_of_day_it_is(root):
     """Clocks jump: locks, leases and limits are by monotonic clocks, order is by steps."""
     asking = {path.name for path in (root / "src/everstep/checkpoint").rglob("*.py") if ".wall()" in path.read_text()}
-    assert asking == {"commands.py", "keeper_host.py", "restoring.py"}, "which show an age"
+    assert asking == {"commands.py", "keeper_host.py", "ondemand.py", "restoring.py"}, "which show an age"

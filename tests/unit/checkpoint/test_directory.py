@@ -64,6 +64,13 @@ def test_what_the_file_system_cannot_do_is_named(claim, kind, doing):
     assert caught.value.exit_code == 78
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_file_system_is_told_to_be_freed(claim, code):
+    """What is saved there is not lost for it, and another directory would not have it."""
+    with pytest.raises(ConfigurationError, match="Free some space there"):
+        claim(HostileFiles({("write", 1): Wound(code)})).take("run")
+
+
 def test_a_listing_that_hides_what_was_written_is_refused(claim):
     class Blind(UnsyncedFiles):
         def listdir(self, path):

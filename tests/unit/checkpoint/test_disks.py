@@ -217,6 +217,16 @@ def test_when_no_shared_one_is_whole_the_local_one_is_taken_and_with_none_the_jo
         job()
 
 
+def test_a_local_one_that_is_damaged_with_nothing_in_the_shared_one_is_no_fresh_start(job, tmp_path):
+    first = job()
+    first.enter()
+    first.steps(1, 17)  # none was due in the shared one
+    first.close()
+    damage(tmp_path / "local")
+    with pytest.raises(ConfigurationError, match=r"no checkpoint in .*local is whole"):
+        job()
+
+
 def test_a_local_directory_of_another_training_is_never_taken(job, tmp_path):
     """It would be newer than all that this one has, and somebody else's state."""
     other = job()
