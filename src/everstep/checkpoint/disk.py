@@ -22,7 +22,7 @@ from everstep.checkpoint.core.plan import Committed
 from everstep.checkpoint.disk_saves import Saves
 from everstep.checkpoint.holder import Hold, OwnHold
 from everstep.checkpoint.patience import GRACE_S
-from everstep.checkpoint.series import MAKE
+from everstep.checkpoint.series import MAKE, strangers
 from everstep.checkpoint.source import Source
 from everstep.checkpoint.writers import Writers
 from everstep.errors import ConfigurationError
@@ -90,11 +90,24 @@ class Disk(Saves):
         if self._behind is None:
             return self._hold.open(self._host.run_dir, self.series)
         try:
-            return self._hold.open(self._host.run_dir, self._behind.series)
+            findings = self._hold.open(self._host.run_dir, self._behind.series)
+            if findings.series == self._behind.series:
+                return findings
+            refusal = strangers(self.directory, self._behind.directory)
         except ConfigurationError as error:
+            refusal = str(error)
+        else:
+            self._check_that_this_is_no_loss(findings, refusal)
+        self._hold.close()
+        self._notice(f"nothing is read from or written to the {self.tier} tier: {refusal}", "warning")
+        return None
+
+    def _check_that_this_is_no_loss(self, other: Findings, refusal: str) -> None:
+        """An empty shared directory beside steps of a training may be one that is not mounted: a person decides."""
+        first = self._behind
+        if first is not None and first.findings is not None and other.found and not first.findings.found:
             self._hold.close()
-            self._notice(f"nothing is read from or written to the {self.tier} tier: {error}", "warning")
-            return None
+            raise ConfigurationError(f"there is nothing in {first.directory}, and {refusal}.")
 
     def committed(self) -> Sequence[Committed]:
         """Whole checkpoints of this directory, newest first, for the plan of a generation's beginning."""

@@ -1,7 +1,8 @@
 """The keeper's side of its directories: a holder for each, had one after the other, and none waited for without end.
 
 Rule 1: the keeper makes no call to a directory: `sole_holder` does, in a process of its own.
-Rule 2: one that has said nothing for the grace time is stuck: refused, with its name.
+Rule 2: the first directory is the main one; another belongs to the same training, or is refused (series.py).
+Rule 3: one that has said nothing for the grace time is stuck: refused, with its name.
 """
 
 import json
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep.checkpoint.core.findings import Findings
+from everstep.checkpoint.series import MAKE, strangers
 from everstep.checkpoint.sole_holder import ENTRY
 from everstep.checkpoint.storage import opening
 from everstep.checkpoint.storage.fsspec_bucket import deadline_s
@@ -57,6 +59,7 @@ class Claims:
         self._open: KeeperHold | None = None
         self._had: Callable[[], None] = lambda: None
         self._refused: Callable[[str, int], None] = lambda text, code: None
+        self._series = MAKE  # of the first directory
         self.problem = ""  # a holder that is gone
 
     def take(self, who: str, wait_s: float, had: Callable[[], None], refused: Callable[[str, int], None]) -> None:
@@ -76,7 +79,10 @@ class Claims:
         if hold is None:
             self._had()
             return
-        words = {"directory": hold.directory, "job": hold.job, "who": self._who, "wait_s": self._wait_s}
+        words = {
+            "directory": hold.directory, "job": hold.job, "who": self._who, "wait_s": self._wait_s,
+            "series": self._series if len(self._holds) > 1 else None,
+        }  # fmt: skip
         hold.child = self._spawn("holder", ENTRY, words, self)
         self._heard_s = self._loop.clock.now()
         self._loop.later(LOOK_S, self._look)
@@ -117,12 +123,19 @@ class Claims:
                 self._tell({"kind": "ckpt.waiting", "text": str(message["text"])})
             case "stock":
                 hold.lock = str(message["lock"])
-                hold.findings = Findings.from_json(json.dumps(message["findings"]).encode())
-                self._next()
+                self._stock(hold, Findings.from_json(json.dumps(message["findings"]).encode()))
             case "refused":
                 self._refuse(str(message["text"]), int(message["code"]))
             case _:
                 return
+
+    def _stock(self, hold: KeeperHold, findings: Findings) -> None:
+        if self._series not in (MAKE, findings.series):
+            text = strangers(hold.directory, self._holds[0].directory)
+            self._refuse(f"{text}.", int(ExitCode.CONFIGURATION))
+            return
+        self._series, hold.findings = findings.series, findings
+        self._next()
 
     def on_child_exit(self, child: Child, status: int) -> None:
         """See `Companion.on_child_exit`. A claim that is gone is told; writers hold a share of it."""

@@ -14,31 +14,36 @@ from everstep.checkpoint.core import names
 from everstep.checkpoint.fileops import FileOps, PosixFiles, put
 from everstep.checkpoint.storage.fsspec_bucket import connect
 from everstep.checkpoint.storage.opening import is_url, open_storage
-from everstep.errors import ConfigurationError
 
 MAKE = ""
 """Asked for: the place's own name, whichever it is; one is made where it has none."""
+UNNAMED = "unnamed"
+"""Of a place that holds steps, and no name."""
 _NAME = re.compile(rb"[0-9a-f]{16}\n\Z")
 
 
 def settle(directory: str, wanted: str, job: str, files: FileOps | None = None) -> str:
-    """Return the name of the training that `directory` belongs to, which is `wanted` where that is not `MAKE`.
+    """Return the name of the training that `directory` belongs to; one that has none and is empty gets `wanted`.
 
-    For who holds the directory. Raises ConfigurationError where it belongs to another.
+    For who holds the directory. Where it is another than `wanted`, nothing was changed.
     """
     own = _read(directory)
     if own and wanted in (own, MAKE):
         return own
     if wanted != MAKE and (own or open_storage(directory, files).scan()):
-        raise ConfigurationError(
-            f"the checkpoints in {directory} are of another training than those in --checkpoint-dir: taking them up "
-            "would go on with somebody else's state. Nothing was changed there. To go on from them all the same (where "
-            "those in --checkpoint-dir are lost), end this job and give their directory alone; else empty it, or give "
-            "--checkpoint-local-dir another directory"
-        )
+        return own or UNNAMED
     name = wanted or secrets.token_hex(8)
     _write(directory, name, job, files or PosixFiles())
     return name
+
+
+def strangers(directory: str, first: str) -> str:
+    """Say what it means that `directory` belongs to another training than `first`, and what to do."""
+    return (
+        f"the checkpoints in {directory} are of another training than those in {first}: taking them up would go on "
+        "with somebody else's state. Nothing was changed there. To go on from them all the same (where what was in "
+        f"{first} is lost), give their directory alone; for a new training empty it, or give another local directory"
+    )
 
 
 def _read(directory: str) -> str:

@@ -17,9 +17,11 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from everstep.checkpoint.directory import Claim
+from everstep.checkpoint.series import settle
 from everstep.checkpoint.sole import POLL_S, SoleUse
 from everstep.checkpoint.sole_objects import SoleObjects
 from everstep.checkpoint.stocktaking import take_stock
@@ -105,9 +107,16 @@ class _Voice:
 
 
 def main(
-    link: Link, *, directory: str, job: str, who: str, wait_s: float, training: Mapping[str, str] | None = None
+    link: Link,
+    *,
+    directory: str,
+    job: str,
+    who: str,
+    wait_s: float,
+    series: str | None = None,
+    training: Mapping[str, str] | None = None,
 ) -> None:
-    """Entry of the process."""
+    """Entry of the process. `series`: of which training the directory must be (series.py); None: not asked."""
     del training
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # a terminal's, or a scheduler's: the keeper decides
@@ -117,7 +126,8 @@ def main(
     try:
         held = sole(directory, job, who, SYSTEM, voice.moving)
         told = held.take(who, wait_s, lambda text: voice.say("waiting", text=text))
-        findings = take_stock(directory, told, voice.moving)
+        own = "" if series is None else settle(directory, series, job)
+        findings = replace(take_stock(directory, told, voice.moving), series=own)
         voice.say("stock", lock=held.lock, findings=json.loads(findings.to_json()))
     except EverstepError as error:
         voice.say("refused", text=str(error), code=int(error.exit_code))

@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -447,6 +448,12 @@ def test_both_disks_memory_and_intervals(make, tmp_path):
     assert [one.step for one in catalog.scan(str(tmp_path / "near"))] == [7]
     again = make(tiers=tiers)
     assert again.restore(state).step == 7
+    again.close()
+    for gone in (tmp_path / "ckpt").iterdir():  # another training, or a share that is not mounted
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    with pytest.raises(ConfigurationError, match="are of another training"):
+        make(tiers=tiers)
+    assert [one.step for one in catalog.scan(str(tmp_path / "near"))] == [7]
 
 
 def script(text, *arguments, **rest):

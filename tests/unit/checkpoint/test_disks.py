@@ -234,15 +234,36 @@ def test_a_local_directory_of_another_training_is_never_taken(job, tmp_path):
     other.steps(1, 47)
     other.close()
     shutil.rmtree(tmp_path / "disk")  # begun anew: the shared directory is another one under the same name
+    local = shutil.move(tmp_path / "local", tmp_path / "other")
+    a = job()
+    a.enter()
+    a.steps(1, 27)
+    a.close()
+    shutil.rmtree(tmp_path / "local")
+    shutil.move(local, tmp_path / "local")
     b = job()
-    assert b.enter().step is None
+    assert b.enter().step == 20
     assert "are of another training" in b.near.notices("warning")[0]
-    b.steps(1, 20)
+    b.steps(21, 40)
     b.drain()
     b.close()
     assert inside(tmp_path / "local") == ["step-40", "step-45"]
     again = job()
-    assert (again.enter().step, again.shelf.plan.tier) == (20, "disk")
+    assert (again.enter().step, again.shelf.plan.tier) == (40, "disk")
+
+
+def test_an_empty_shared_directory_beside_steps_of_a_training_is_no_fresh_start(job, tmp_path):
+    """A share that is not mounted looks so: to begin at step 1 again is for a person to say."""
+    first = job()
+    first.enter()
+    first.steps(1, 47)
+    first.close()
+    shutil.rmtree(tmp_path / "disk")
+    with pytest.raises(ConfigurationError, match=r"nothing in .*disk, and .*local are of another training.*alone; for"):
+        job()
+    assert inside(tmp_path / "local") == ["step-40", "step-45"]
+    shutil.rmtree(tmp_path / "local")
+    assert job().enter().step is None
 
 
 @pytest.mark.parametrize("torn", [b"", b"abc", b"0123456789abcdef", b"\xff" * 17])
