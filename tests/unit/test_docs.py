@@ -51,7 +51,8 @@ def test_every_make_target_that_is_named_exists(root):
 def test_every_flag_of_the_readme_is_one_of_everstep_run(root):
     flags = pytest.importorskip("everstep.launcher.flags", reason="needs everstep run, whose parser is torch's own")
     pytest.importorskip("torch", reason="the parser of everstep run is torch's own")
-    parser = flags.build(("everstep.faults.flags:add_run_arguments",))
+    wiring = importlib.import_module("everstep.wiring")
+    parser = flags.build(wiring.EXTENSIONS)
     known = {spelling for action in parser._actions for spelling in action.option_strings}
     table = (root / "README.md").read_text().split("## Flags")[1].split("\n## ")[0]
     named = set(FLAG.findall(table)) - {"--help", "--html"}
