@@ -11,6 +11,7 @@ Rule 3: a thread cannot be killed. One that outlives its grace is named, and the
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -122,8 +123,7 @@ class Leftovers:
                     name = f"{child.name()} {child.pid}"
                     child.kill()
                     killed.append(name)
-            if killed:
-                self._reap()
+            self._reap()
         return tuple(killed)
 
     def threads(self, grace_s: float) -> tuple[str, ...]:
@@ -142,17 +142,25 @@ class Leftovers:
         return not known and not thread.name.startswith(OURS) and kind not in _LASTING
 
     def _reap(self) -> None:
-        """Take the exit status of children of our own, so that no zombie keeps their name."""
+        """Take the exit status of children of our own, so that no zombie keeps their name.
+
+        multiprocessing takes that of its own: where another does, it keeps their descriptors for ever.
+        """
         until = self._clock.now() + _REAP_S
-        while any(not _ended(child) for child in _children() if not self._known(child)):
-            if self._clock.now() > until:
+        while True:
+            theirs = {process.pid for process in multiprocessing.active_children()}  # those that have ended are gone
+            left = [child for child in _children() if not self._known(child)]
+            if all(child.pid not in theirs and _ended(child) for child in left) or self._clock.now() > until:
                 return
             self._clock.sleep(0.002)
 
     def _known(self, child: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.Error):
+        try:
             return (child.pid, child.create_time()) in self._children or _lasts(child)
-        return True
+        except psutil.ZombieProcess:  # it tells no command line any more: what we have killed, and must reap
+            return False
+        except psutil.Error:
+            return True
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -239,6 +241,18 @@ def test_children_started_inside_are_killed_and_older_ones_kept():
     finally:
         older.kill()
         older.wait()
+
+
+def test_a_child_that_is_dead_already_is_reaped_too():
+    """A dead one tells no command line. Left as it is, torch's handler raises for it later."""
+    leftovers = Leftovers()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
+    assert leftovers.kill_children() == ()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(child.pid, os.WNOHANG)
+    child.returncode = -9  # nobody else's to reap any more
 
 
 def test_data_loader_workers_of_a_failed_attempt_are_gone(forks):

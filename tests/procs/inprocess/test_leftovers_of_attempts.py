@@ -92,7 +92,7 @@ def test_workers_of_loaders_do_not_pile_up_over_attempts(start, many):
     for rank in range(2):
         seen = {n["iteration"]: n for n in ended.of("enter") if n["rank"] == rank}
         assert sorted(seen) == list(range(many + 1))
-        assert len({n["pid"] for n in seen.values()}) == 1, "no process had to be replaced"
+        assert len({n["pid"] for n in seen.values()}) == 1, ended.err
         assert {n["older"] for n in seen.values()} == {None}, "what the script had started before lives on"
         second, last = seen[2], seen[many]
         assert {len(n["mine"]) for n in seen.values()} == {1}
