@@ -51,6 +51,7 @@ SEAL_DEADLINE_S = 30.0
 SEAL_POLL_S = 0.005
 STRANGERS = 32
 """Connections at a time that have not shown a ticket yet; more are turned away."""
+ACCEPT_AGAIN_S = 0.1
 CHUNK = 8 << 20
 _ANSWER = struct.Struct("<H")
 
@@ -106,7 +107,11 @@ class Porter:
 
     def _accept(self) -> None:
         while True:
-            line, _ = self._door.accept()
+            try:
+                line, _ = self._door.accept()
+            except OSError:  # the peer has gone already, or this process has no descriptor left: others may come
+                self._clock.sleep(ACCEPT_AGAIN_S)
+                continue
             if self._strangers.acquire(blocking=False):
                 threading.Thread(target=self._welcome, args=(line,), daemon=True).start()
             else:
