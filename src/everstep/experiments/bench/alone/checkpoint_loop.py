@@ -17,7 +17,8 @@ import time
 from typing import Any
 
 TENSORS = 16
-COPIES = 5
+COPIES = 24
+TARGETS = 4  # in turn: a copy into memory that the cache still holds is no save's copy
 LOOK_S = 0.002
 ELEMENT = 4  # bytes of float32
 
@@ -79,19 +80,17 @@ class State:
         """Return the steps that are found in it."""
         return sorted({int(value) for ends in self._ends for value in ends.tolist()})
 
-    def copy_s(self) -> float:
-        """Return the seconds of a bare copy to the host, the median of a few."""
+    def targets(self) -> list[Any]:
+        """Return tensors of the host to copy into."""
         import torch  # noqa: PLC0415 - as in `main`
 
-        on_device = any(t.is_cuda for t in self.tensors.values())
-        targets = [torch.empty(t.shape, dtype=t.dtype, pin_memory=on_device) for t in self.tensors.values()]
-        took = []
-        for _ in range(COPIES):
-            begun = time.monotonic()
-            for target, source in zip(targets, self.tensors.values()):  # noqa: B905 - as many by construction
-                target.copy_(source)
-            took.append(time.monotonic() - begun)
-        return statistics.median(took)
+        every = list(self.tensors.values())
+        return [torch.zeros(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in every]
+
+    def copy_to(self, targets: list[Any]) -> None:
+        """Copy bare to the host."""
+        for target, source in zip(targets, self.tensors.values()):  # noqa: B905 - as many by construction
+            target.copy_(source)
 
 
 class Loop:
@@ -111,7 +110,7 @@ class Loop:
         """Do all stretches; return what happened as plain values."""
         every = self.args.interval
         self.bare()  # nobody's figure: caches and clocks come up
-        copy_s = self.state.copy_s()
+        copy_s = self.copy_s()
         bare = [self.bare()]
         ways: Any = importlib.import_module("checkpoint_ways")  # beside this file, wherever that is
         way = ways.WAYS[self.args.mode](self.args.folder, every)
@@ -135,6 +134,16 @@ class Loop:
             self.step(1)
             steps += 1
         return steps, time.monotonic() - begun
+
+    def copy_s(self) -> float:
+        """Return the seconds of a bare copy of the state where a save would be, after a step: the median of some."""
+        targets, took = [self.state.targets() for _ in range(TARGETS)], list[float]()
+        for number in range(COPIES + TARGETS):
+            self.step(1)
+            begun = time.monotonic()
+            self.state.copy_to(targets[number % TARGETS])
+            took.append(time.monotonic() - begun)
+        return statistics.median(took[TARGETS:])
 
     def step(self, number: int) -> None:
         """Do one step."""
