@@ -25,7 +25,7 @@ PYTHON = sys.executable
 GPU = [PYTHON, "-m", "pytest", "-v", "-rA", "-p", "no:benchmark"]
 BENCH = [
     PYTHON, "-m", "everstep.cli", "bench", "checkpoint", "--device", "cuda", "--state", "2GB", "--step", "0.05",
-    "--work", "matmul", "--intervals", "40", "--seconds", "6", "--python", PYTHON, "--limit", "60", "--json",
+    "--work", "matmul", "--intervals", "1,10,40", "--seconds", "6", "--python", PYTHON, "--limit", "60", "--json",
     "--modes", "everstep,torch.save,dcp.async_save-thread,nvrx",
 ]  # fmt: skip
 MEASURED = {
@@ -33,7 +33,7 @@ MEASURED = {
                          "free -g | head -2; df -h /tmp /dev/shm; ls -la /dev/fuse"]),
     "snapshots": (240, [PYTHON, "tests/gpu/checkpoint/test_device.py"]),
     "beside-nvrx": (300, [PYTHON, "scripts/gpu/beside_nvrx.py"]),
-    "bench": (170, [*BENCH, "--bandwidth", "unlimited", "--store", "/tmp"]),
+    "bench": (280, [*BENCH, "--bandwidth", "unlimited", "--store", "/tmp"]),
 }  # fmt: skip
 TESTS = {
     "tests-checkpoint": (350, [*GPU, "tests/gpu/checkpoint", "-n", "3"]),

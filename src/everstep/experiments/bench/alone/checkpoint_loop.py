@@ -216,26 +216,25 @@ def sleeper(seconds: float) -> Any:
 
 
 def multiplier(seconds: float, device: str) -> Any:
-    """Return work that multiplies matrices, as often as takes about that long now."""
+    """Return work that multiplies matrices for about that long, and reads one number at its end, as one reads a loss."""
     import torch  # noqa: PLC0415 - as in `main`
 
-    left = torch.rand(256, 256, device=device)
+    side, kind = (4096, torch.bfloat16) if device != "cpu" else (256, torch.float32)
+    left = torch.rand(side, side, device=device, dtype=kind) / side
 
-    def once() -> None:
-        torch.mm(left, left).sum().item()
+    def work(times: int) -> None:
+        made = left
+        for _ in range(times):
+            made = torch.mm(left, made)
+        made.sum().item()
 
     took = []
     for _ in range(50):
         begun = time.monotonic()
-        once()
-        took.append(time.monotonic() - begun)
+        work(10)
+        took.append((time.monotonic() - begun) / 10)
     times = max(1, round(seconds / statistics.median(took)))
-
-    def work() -> None:
-        for _ in range(times):
-            once()
-
-    return work
+    return lambda: work(times)
 
 
 if __name__ == "__main__":
