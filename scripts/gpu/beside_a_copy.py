@@ -59,6 +59,31 @@ def beside(turn, usual, copy):
     return {"issue_s": issued, "copy_s": total, "lost_s": total - turns * usual, "longest_s": longest, "turns": turns}
 
 
+def copier(source, target, piece, kind):
+    """Return what begins a copy in pieces of so many bytes, and returns the event of its end."""
+    least, greatest = torch.cuda.Stream.priority_range()
+    stream = torch.cuda.Stream(priority=greatest if kind == "high" else least)
+    into, from_ = list(target.split(piece)), list(source.split(piece))
+
+    def copy():
+        with torch.cuda.stream(stream):
+            if kind == "foreach":
+                torch._foreach_copy_(into, from_, non_blocking=True)
+            else:
+                for to, of in zip(into, from_, strict=True):
+                    to.copy_(of, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        return done
+
+    return copy
+
+
+def say(**facts):
+    """Write one line."""
+    print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in facts.items()}), flush=True)
+
+
 def main():
     """Measure all of them."""
     parser = argparse.ArgumentParser()
@@ -66,41 +91,19 @@ def main():
     size = int(parser.parse_args().gb * 1e9)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
     target = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-    least, greatest = torch.cuda.Stream.priority_range() if hasattr(torch.cuda.Stream, "priority_range") else (0, -1)
-    small, large = torch.rand(256, 256, device="cuda"), torch.rand(8192, 8192, device="cuda", dtype=torch.bfloat16) / 64
+    small = torch.rand(256, 256, device="cuda")
+    large = torch.rand(8192, 8192, device="cuda", dtype=torch.bfloat16) / 64
     for name, turn in (("items", items(small)), ("step", steps(large))):
         for _ in range(20):
             turn()
         usual, longest = alone(turn)
-        print(
-            json.dumps({"loop": name, "usual_s": usual, "longest_s": longest, "priorities": [least, greatest]}),
-            flush=True,
-        )
-        for kind, piece in (
-            (k, p) for p in (size, 128 << 20, 32 << 20, 8 << 20, 2 << 20) for k in ("low", "high", "foreach")
-        ):
-            stream = torch.cuda.Stream(priority=greatest if kind == "high" else least)
-            into, from_ = list(target.split(piece)), list(source.split(piece))
-
-            def copy():
-                with torch.cuda.stream(stream):
-                    if kind == "foreach":
-                        torch._foreach_copy_(into, from_, non_blocking=True)
-                    else:
-                        for to, of in zip(into, from_):
-                            to.copy_(of, non_blocking=True)
-                    done = torch.cuda.Event()
-                    done.record()
-                return done
-
-            found = [beside(turn, usual, copy) for _ in range(4)][1:]
-            middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
-            print(
-                json.dumps(
-                    {"loop": name, "piece": piece, "stream": kind} | {k: round(v, 5) for k, v in middle.items()}
-                ),
-                flush=True,
-            )
+        say(loop=name, usual_s=usual, longest_s=longest)
+        for piece in (size, 128 << 20, 32 << 20, 8 << 20, 2 << 20):
+            for kind in ("low", "high", "foreach"):
+                copy = copier(source, target, piece, kind)
+                found = [beside(turn, usual, copy) for _ in range(4)][1:]
+                middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
+                say(loop=name, piece=piece, stream=kind, **middle)
 
 
 if __name__ == "__main__":

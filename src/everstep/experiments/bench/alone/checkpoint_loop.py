@@ -216,7 +216,7 @@ def sleeper(seconds: float) -> Any:
 
 
 def multiplier(seconds: float, device: str) -> Any:
-    """Return work that multiplies matrices for about that long, and reads one number at its end, as one reads a loss."""
+    """Return work that multiplies matrices for about that long and reads one number at its end, as one reads a loss."""
     import torch  # noqa: PLC0415 - as in `main`
 
     side, kind = (4096, torch.bfloat16) if device != "cpu" else (256, torch.float32)
