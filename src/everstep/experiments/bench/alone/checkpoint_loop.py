@@ -62,19 +62,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 class State:
-    """Tensors of so many bytes in all, each stamped with the number of its step at both ends."""
+    """Parameters of so many bytes in all, each stamped with the number of its step at both ends, by an optimizer.
+
+    `objects` is what a script hands to whoever takes modules and optimizers, `tensors` to whoever takes tensors.
+    """
 
     def __init__(self, size: int, device: str) -> None:
         import torch  # noqa: PLC0415 - as in `main`
 
         count = max(2, size // TENSORS // ELEMENT)
-        self.tensors = {f"tensor{n}": torch.zeros(count, device=device) for n in range(TENSORS)}
+        module = torch.nn.Module()
+        for n in range(TENSORS):
+            made = torch.nn.Parameter(torch.zeros(count, device=device), requires_grad=False)
+            module.register_parameter(f"tensor{n}", made)
+        self.tensors: dict[str, Any] = {name: each.detach() for name, each in module.named_parameters()}
         self._ends = [t[:: count - 1] for t in self.tensors.values()]
+        self._optimizer = stamper(module.parameters(), self._ends)
+        self.objects: dict[str, Any] = {"model": module, "optimizer": self._optimizer}
 
     def stamp(self, step: int) -> None:
         """Change the state, as a step does."""
-        for ends in self._ends:
-            ends.fill_(step)
+        self._optimizer.number = step
+        self._optimizer.step()
 
     def stamps(self) -> list[int]:
         """Return the steps that are found in it."""
@@ -154,7 +163,7 @@ class Loop:
         """Save once on the idle disk, wait until it is durable; return how long that took."""
         self.step(step)
         begun = time.monotonic()
-        way.save(step, self.state.tensors)
+        way.save(step, self.state)
         while step not in way.durable():
             time.sleep(LOOK_S)
         took = time.monotonic() - begun
@@ -178,12 +187,12 @@ class Loop:
                 if time.monotonic() - begun >= self.args.with_s:
                     return
             else:
-                way.pass_by(step, self.state.tensors)
+                way.pass_by(step, self.state)
 
     def save(self, way: Any, step: int) -> None:
         """Save, and note when."""
         begun = time.monotonic()
-        way.save(step, self.state.tensors)
+        way.save(step, self.state)
         self.saves.append((step, begun, time.monotonic()))
         if way.waits_for_all:
             self.look(way)
@@ -203,11 +212,29 @@ class Loop:
         """Return which steps the newest durable one holds parts of; nothing where it cannot be read."""
         self.state.stamp(-1)
         try:
-            way.load(claimed, self.state.tensors)
+            way.load(claimed, self.state)
         except Exception as error:  # noqa: BLE001 - whatever it is, it cannot be read
             print(f"step {claimed} cannot be read: {type(error).__name__}: {error}", flush=True)  # noqa: T201
             return []
         return self.state.stamps()
+
+
+def stamper(parameters: Any, ends: list[Any]) -> Any:
+    """Return an optimizer whose step writes a number into the ends of parameters."""
+    import torch  # noqa: PLC0415 - as in `main`
+
+    class Stamper(torch.optim.Optimizer):  # type: ignore[misc]
+        """See `stamper`."""
+
+        number = 0
+
+        def step(self, closure: Any = None) -> Any:
+            """Write it."""
+            del closure
+            for each in ends:
+                each.fill_(self.number)
+
+    return Stamper(parameters, {})
 
 
 def sleeper(seconds: float) -> Any:

@@ -22,11 +22,11 @@ class Way:
     def begin(self) -> None:
         """Get ready."""
 
-    def save(self, step: int, tensors: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any) -> None:
         """Save what is due."""
         raise NotImplementedError
 
-    def pass_by(self, step: int, tensors: dict[str, Any]) -> None:
+    def pass_by(self, step: int, state: Any) -> None:
         """Come to a step that is not due."""
 
     def durable(self) -> set[int]:
@@ -36,12 +36,12 @@ class Way:
     def wait(self) -> None:
         """Wait for what is under way."""
 
-    def load(self, step: int, tensors: dict[str, Any]) -> None:
-        """Read that step into the tensors."""
+    def load(self, step: int, state: Any) -> None:
+        """Read that step into the state."""
         import torch  # noqa: PLC0415 - a daemon of DCP imports this too
 
         for name, value in torch.load(self.path(step), map_location="cpu", weights_only=True).items():
-            tensors[name].copy_(value)
+            state.tensors[name].copy_(value)
 
     def path(self, step: int) -> str:
         """Where a step goes."""
@@ -70,13 +70,13 @@ class Everstep(Way):
         self._saver = self._made(self.folder, interval=self.interval, on_busy=self.on_busy)
         self._open: list[Any] = []
 
-    def save(self, step: int, tensors: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any) -> None:
         """See `Way`."""
-        self._open.append(self._saver.save(step, {"state": tensors}))
+        self._open.append(self._saver.save(step, state.objects))
 
-    def pass_by(self, step: int, tensors: dict[str, Any]) -> None:
+    def pass_by(self, step: int, state: Any) -> None:
         """See `Way`."""
-        self._saver.save(step, {"state": tensors})
+        self._saver.save(step, state.objects)
 
     def durable(self) -> set[int]:
         """See `Way`."""
@@ -91,10 +91,10 @@ class Everstep(Way):
         for handle in self._open:
             handle.wait()
 
-    def load(self, step: int, tensors: dict[str, Any]) -> None:
+    def load(self, step: int, state: Any) -> None:
         """See `Way`."""
         with self._made(self.folder) as saver:
-            restored = saver.restore({"state": tensors}, step=step)
+            restored = saver.restore(state.objects, step=step)
         if restored is None or restored.step != step:
             raise RuntimeError(f"restore gave {restored}")
 
@@ -120,13 +120,13 @@ class TorchSave(Way):
 
     waits_for_all = True
 
-    def save(self, step: int, tensors: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any) -> None:
         """See `Way`."""
         import torch  # noqa: PLC0415 - a daemon of DCP imports this too
 
         self.older(step)
         with open(self.path(step), "wb") as out:
-            torch.save(tensors, out)
+            torch.save(state.tensors, out)
             out.flush()
             os.fsync(out.fileno())
         self.done.add(step)
@@ -141,15 +141,15 @@ class DcpSave(Way):
         """See `Way`."""
         self._dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 
-    def save(self, step: int, tensors: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any) -> None:
         """See `Way`."""
         self.older(step)
-        self._dcp.save(tensors, checkpoint_id=self.path(step))
+        self._dcp.save(state.tensors, checkpoint_id=self.path(step))
         self.done.add(step)
 
-    def load(self, step: int, tensors: dict[str, Any]) -> None:
+    def load(self, step: int, state: Any) -> None:
         """See `Way`."""
-        self._dcp.load(tensors, checkpoint_id=self.path(step))
+        self._dcp.load(state.tensors, checkpoint_id=self.path(step))
 
 
 class DcpThread(DcpSave):
@@ -165,11 +165,11 @@ class DcpThread(DcpSave):
         self._kind = saver.AsyncCheckpointerType[self.kind]
         self._under_way: tuple[int, Any] | None = None
 
-    def save(self, step: int, tensors: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any) -> None:
         """See `Way`."""
         self.wait()
         self.older(step)
-        made = self._dcp.async_save(tensors, checkpoint_id=self.path(step), async_checkpointer_type=self._kind)
+        made = self._dcp.async_save(state.tensors, checkpoint_id=self.path(step), async_checkpointer_type=self._kind)
         self._under_way = (step, getattr(made, "upload_completion", made))
 
     def durable(self) -> set[int]:
@@ -202,11 +202,11 @@ class Nvrx(Way):
         self._saver = module.TorchAsyncCheckpoint()
         self._step: int | None = None
 
-    def save(self, step: int, tensors: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any) -> None:
         """See `Way`."""
         self.wait()
         self.older(step)
-        self._saver.async_save(tensors, self.path(step))
+        self._saver.async_save(state.tensors, self.path(step))
         self._step = step
 
     def durable(self) -> set[int]:
