@@ -82,6 +82,7 @@ class Line:
         """Read what was still said, then let the descriptor go."""
         if self.open:
             self._read()
+        if self.open:  # whoever heard of its end may have closed it
             self.open = False
             self._drop()
             self._loop.unwatch(self._link.fileno())

@@ -5,6 +5,9 @@ import socket
 
 import pytest
 
+from everstep.clock import SYSTEM
+from everstep.process.loop import Loop
+from everstep.recovery.line import Line
 from everstep.recovery.link import MAX_MESSAGE, MAX_PACKET, Link, LinkClosed
 
 
@@ -101,3 +104,16 @@ def test_a_full_line_does_not_block(ends):
 
     with pytest.raises(BlockingIOError):
         fill()
+
+
+def test_a_line_may_be_closed_by_whoever_hears_of_its_end_while_it_is_being_closed():
+    """The kernel may tell of a process's end before it tells of its line's."""
+    loop = Loop(SYSTEM)
+    ours, theirs = Link.pair()
+    Link(theirs).send({"kind": "last"})
+    theirs.close()
+    said = []
+    line = Line(loop, ours, lambda message, fds: said.append(message["kind"]), lambda: line.close())
+    line.close()
+    assert (said, line.open) == (["last"], False)
+    loop.close()
