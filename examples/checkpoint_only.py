@@ -1,7 +1,7 @@
 """A plain training loop and a Checkpointer: stop it at any moment, start it again, and it goes on where it was.
 
 python examples/checkpoint_only.py --steps 300                                   # one process
-torchrun --nproc-per-node 2 examples/checkpoint_only.py --steps 300              # several on one host
+torchrun --nproc-per-node 2 examples/checkpoint_only.py --steps 300              # several; --nnodes 2 too
 """
 
 import argparse

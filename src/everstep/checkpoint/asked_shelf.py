@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 from everstep.checkpoint.core.plan import Sealed
-from everstep.checkpoint.shelf import Shelf
+from everstep.checkpoint.far_shelf import LeadingShelf
 from everstep.recovery.api import Message
 from everstep.recovery.core.words import Roster
 
 
-class AskedShelf(Shelf):
+class AskedShelf(LeadingShelf):
     """`only`: while a roster is entered, the one step that it may begin from; None: the newest."""
 
     only: int | None = None

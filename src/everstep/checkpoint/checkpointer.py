@@ -74,8 +74,11 @@ class Checkpointer:
         grace: seconds for which storage that takes or gives nothing is waited for. Then it is stuck: the save fails by
             name (a slow one, of which something moves, does not), `close` ends, a restore raises CheckpointError.
 
+        Ranks may be on several hosts, which share `dir` (docs/checkpointer.md#several-hosts).
+
         Raises UsageError for arguments that cannot be meant, ConfigurationError where the directory cannot be made,
-        written to, locked, or another has it, where the ranks are on several hosts, or no process group is made yet.
+        written to, locked, or another has it, where a host does not see it, or is not reached by that of rank 0, or no
+        process group is made yet.
         """
         self._settings = settings_of(os.fspath(dir), interval, on_busy, keep, tiers, grace)
         self._pid = os.getpid()

@@ -141,7 +141,7 @@ class Saves:
     def _do(self, save: commit.Save, command: commit.Command) -> None:
         match command:
             case commit.Write(rank):
-                self._writers.write(rank, save.token, self._shelf.fd(rank, self._buffers[rank]), save.world_size)
+                self._order(rank, save)
             case commit.Release(rank):
                 self._shelf.release(rank, self._buffers.pop(rank))
             case commit.Merge(rank):
@@ -150,6 +150,9 @@ class Saves:
                 self._tell({"kind": f"{self.prefix}.void", "save": save.token})
             case commit.Discard():
                 self._writers.discard(save.token)
+
+    def _order(self, rank: int, save: commit.Save) -> None:
+        self._writers.write(rank, save.token, self._shelf.fd(rank, self._buffers[rank]), save.world_size)
 
     def _end(self, save: commit.Save, size: int) -> None:
         seconds = self._host.clock.now() - self._asked_s

@@ -1,11 +1,14 @@
-"""How the ranks of one host come to their keeper: rank 0 starts it, the others find it through the group's store.
+"""How the ranks of a world come to their keepers: the first of each host starts one, the others find it.
 
 A world of one needs nobody: no group, no store, no launcher. Several ranks meet in the default process group's store
-(a few small keys, no collective); where they are on several hosts all of them are told so, at once.
+(a few small keys, no collective). Rank 0 hears where all are, starts the keeper that decides, and says who stands
+together and how that keeper is reached; on every other host the lowest rank starts one that goes there (deputy.py).
 """
 
+import contextlib
 import datetime
 import json
+import os
 import platform
 import secrets
 import socket
@@ -18,7 +21,10 @@ import torch
 import torch.distributed as dist
 
 from everstep import environ
+from everstep.checkpoint import host_addresses
+from everstep.checkpoint.core.hosts import Hosts, arrange
 from everstep.checkpoint.given import in_our_words
+from everstep.checkpoint.tier_settings import LOCAL
 from everstep.errors import CheckpointError, ConfigurationError, ExitCode, UsageError
 from everstep.process import detach, mark
 from everstep.recovery.link import Link, LinkClosed
@@ -28,7 +34,9 @@ from everstep.telemetry import boot_id, say
 MEET_S = 300.0
 ANSWER_S = 1000
 """Longer than a keeper waits for ranks (300 s), or for the keeper before it (600 s): it tells what it waits for."""
+TOKEN_BYTES = 32
 _KEEPER = "everstep.checkpoint.keeper"
+_DEPUTY = "everstep.checkpoint.deputy"
 Message = Mapping[str, Any]
 
 
@@ -46,11 +54,11 @@ def join(settings: Mapping[str, Any], pid: int) -> Joined:
     """Start or find the keeper, and wait until all ranks have. ConfigurationError says why it cannot be."""
     rank, world_size = _place()
     if world_size == 1:
-        link = _start(settings, 1, pid, None)
+        link = _start(_KEEPER, _words(settings, 1, pid), ())
     elif rank == 0:
         link = _lead(settings, world_size, pid)
     else:
-        link = _follow(settings, rank, world_size)
+        link = _follow(settings, rank, world_size, pid)
     try:
         link.send({"kind": "ckpt.hello", "rank": rank, "pid": pid})
         return Joined(link, rank, world_size, _welcome(link, rank))
@@ -95,17 +103,19 @@ def _welcome(link: Link, rank: int) -> Message:
                 continue
 
 
-def _start(settings: Mapping[str, Any], world_size: int, pid: int, door: socket.socket | None) -> Link:
-    ours, theirs = Link.pair()
+def _words(settings: Mapping[str, Any], world_size: int, pid: int) -> dict[str, Any]:
     training = {"torch": str(torch.__version__), "python": platform.python_version()}
-    where = {"world_size": world_size, "pid": pid, "training": training, "ledger": _ledger()}
-    ours.send({"kind": "ckpt.begin", **settings, **where})
-    fds = (theirs.fileno(),) if door is None else (theirs.fileno(), door.fileno())
+    return {**settings, "world_size": world_size, "pid": pid, "training": training, "ledger": _ledger()}
+
+
+def _start(program: str, words: Mapping[str, Any], doors: tuple[socket.socket, ...]) -> Link:
+    ours, theirs = Link.pair()
+    ours.send({"kind": "ckpt.begin", **words})
     environment = environ.snapshot()
     for name in mark.words(""):
         environment.pop(name, None)  # an agent ends what a lost worker leaves behind: not what writes its last state
     try:
-        detach.start(_KEEPER, fds=fds, env=environment)
+        detach.start(program, fds=(theirs.fileno(), *(door.fileno() for door in doors)), env=environment)
     except OSError as error:
         ours.close()
         raise ConfigurationError(
@@ -140,43 +150,90 @@ def _meeting() -> tuple[Any, str]:
 
 
 def _host() -> str:
-    return f"{socket.gethostname()} {boot_id()}"
+    """Whose ranks reach one another by local sockets, and see one another's processes: first a name for people."""
+    spaces: list[int] = []
+    with contextlib.suppress(OSError):  # a kernel without them has one of each
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid")]
+    return " ".join([socket.gethostname(), boot_id(), *map(str, spaces)])
+
+
+def _door(count: int) -> tuple[socket.socket, str]:
+    """Return where the ranks of this host come, and its name."""
+    name = f"everstep-checkpointer-{secrets.token_hex(16)}"
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    door.bind(f"\0{name}")
+    door.listen(count)
+    return door, name
 
 
 def _lead(settings: Mapping[str, Any], world_size: int, pid: int) -> Link:
     store, prefix = _meeting()
-    name = f"everstep-checkpointer-{secrets.token_hex(16)}"
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    door, name = _door(world_size)
+    far: socket.socket | None = None
     try:
-        door.bind(f"\0{name}")
-        door.listen(world_size)
         others = [json.loads(v) for v in _wait(store, [f"{prefix}/at/{rank}" for rank in range(1, world_size)])]
-        refusal = _refusal(others, settings)
+        hosts = arrange({0: _host(), **{int(one["rank"]): str(one["host"]) for one in others}})
+        refusal = _refusal(others, settings, hosts)
         if refusal:
             store.set(f"{prefix}/keeper", json.dumps({"refused": refusal}))
             raise ConfigurationError(refusal)
-        link = _start(settings, world_size, pid, door)
-        store.set(f"{prefix}/keeper", json.dumps({"name": name}))
+        words = _words(settings, world_size, pid) | {"hosts": hosts.to_json()}
+        told: dict[str, Any] = {"name": name, "hosts": hosts.to_json()}
+        if hosts.several:
+            far = host_addresses.listening()
+            token = secrets.token_hex(TOKEN_BYTES)
+            words["token"] = token
+            told |= {"token": token, "addresses": host_addresses.ours(), "port": far.getsockname()[1]}
+        link = _start(_KEEPER, words, (door,) if far is None else (door, far))
+        store.set(f"{prefix}/keeper", json.dumps(told))
         return link
     finally:
         door.close()
+        if far is not None:
+            far.close()
 
 
-def _follow(settings: Mapping[str, Any], rank: int, world_size: int) -> Link:
+def _follow(settings: Mapping[str, Any], rank: int, world_size: int, pid: int) -> Link:
     store, prefix = _meeting()
-    del world_size
     store.set(f"{prefix}/at/{rank}", json.dumps({"rank": rank, "host": _host(), "settings": dict(settings)}))
     told = json.loads(_wait(store, [f"{prefix}/keeper"])[0])
     if "refused" in told:
         raise ConfigurationError(told["refused"])
+    hosts = Hosts.from_json(told["hosts"])
+    home = hosts.home[rank]
+    if home:
+        key = f"{prefix}/keeper/{home}"
+        if rank == hosts.ranks(home)[0]:
+            return _stand_in(_words(settings, world_size, pid) | told | {"host": home}, hosts, store, key)
+        told = json.loads(_wait(store, [key])[0])
+        if "refused" in told:
+            raise ConfigurationError(told["refused"])
+    return _reach(rank, str(told["name"]))
+
+
+def _stand_in(words: Mapping[str, Any], hosts: Hosts, store: Any, key: str) -> Link:
+    """Start the keeper of a host on which rank 0 does not stand."""
+    door, name = _door(len(hosts.home))
+    try:
+        link = _start(_DEPUTY, words, (door,))
+    except ConfigurationError as error:
+        store.set(key, json.dumps({"refused": f"on {hosts.names[int(words['host'])]} {error}"}))
+        raise
+    finally:
+        door.close()
+    store.set(key, json.dumps({"name": name}))
+    return link
+
+
+def _reach(rank: int, name: str) -> Link:
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        end.connect(f"\0{told['name']}")
+        end.connect(f"\0{name}")
     except OSError as error:
         end.close()
         raise ConfigurationError(
-            f"rank {rank} cannot reach the keeper that rank 0 has started on this host: {error.strerror}. Ranks of one "
-            "host must share its network namespace (one container, or --net=host)."
+            f"rank {rank} cannot reach the keeper that another rank has started on this host: {error.strerror}; see "
+            "what that one printed."
         ) from error
     return Link(end)
 
@@ -191,13 +248,7 @@ def _wait(store: Any, keys: list[str]) -> list[bytes]:
         ) from error
 
 
-def _refusal(others: list[dict[str, Any]], settings: Mapping[str, Any]) -> str:
-    hosts = {_host().split()[0]} | {str(one["host"]).split()[0] for one in others}
-    if {one["host"] for one in others} != {_host()}:
-        return (
-            f"the ranks are on several hosts ({', '.join(sorted(hosts))}), and a Checkpointer serves those of one. "
-            "Until it does, save with torch.distributed.checkpoint.async_save."
-        )
+def _refusal(others: list[dict[str, Any]], settings: Mapping[str, Any], hosts: Hosts) -> str:
     for one in others:
         differing = sorted(name for name in settings if one["settings"].get(name) != settings[name])
         if differing:
@@ -206,4 +257,10 @@ def _refusal(others: list[dict[str, Any]], settings: Mapping[str, Any]) -> str:
                 f"{[one['settings'].get(name) for name in differing]} where rank 0 has "
                 f"{[settings[name] for name in differing]}. Give all ranks the same."
             )
+    if hosts.several and any(tier["tier"] == LOCAL for tier in settings["tiers"]):
+        return (
+            f"tiers: the ranks are on several hosts ({', '.join(hosts.names)}), and what is in the {LOCAL!r} directory "
+            "of one is lost with that host, and so is every checkpoint of which it holds a part. Leave "
+            f"{LOCAL!r} out, and give a directory that all hosts share."
+        )
     return ""

@@ -8,109 +8,79 @@ what a restore begins from. Ranks come over a socket; each is also watched by th
     rank ─▶ ckpt.checked {ask, fits, text}          ─▶ ckpt.go {ask}, another ckpt.plan, or ckpt.misfit {ask, text}
     rank ─▶ ckpt.close                              ─▶ ckpt.closed {problems} when all have closed and all is written
 
-A plan that is read from a directory comes with a line to a process that reads it (reading_beside.py).
+A plan that is read from a directory comes with a line to a process that reads it (reading_beside.py). Of several hosts
+that of rank 0 has the one keeper that decides, for all ranks; deputy.py stands for it on the others (keeper_far.py).
 
 Rule 1: it ends when its ranks have ended, closed or not, and what was begun is written: at the latest FINISH_S later,
     and where the storage has taken nothing for the grace time as soon as that has passed.
 Rule 2: what the ranks left in memory and is newer than what is durable is written before it ends.
 Rule 3: a rank that is gone ends no write.
 Rule 4: it makes no call to a directory itself: such a call may never return.
+Rule 5: a host that is gone is its ranks gone, with all that they left in memory.
 
-usage: python -m everstep.checkpoint.keeper LINK_FD [LISTENING_FD] (then packets: ckpt.begin)
+usage: python -m everstep.checkpoint.keeper LINK_FD [LISTENING_FD [FAR_FD]] (then packets: ckpt.begin)
 """
 
-import contextlib
 import os
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everstep.checkpoint.asked_shelf import AskedShelf
+from everstep.checkpoint.core.hosts import Hosts
 from everstep.checkpoint.core.retention import Keep
 from everstep.checkpoint.keeper_claims import Claims, KeeperHold
+from everstep.checkpoint.keeper_far import Far, FarLine
+from everstep.checkpoint.keeper_hands import Speaker
 from everstep.checkpoint.keeper_host import KeeperHost
 from everstep.checkpoint.keeper_ledger import KeeperLedger
+from everstep.checkpoint.keeper_ranks import Ranks
 from everstep.checkpoint.ondemand import OnDemand
+from everstep.checkpoint.ondemand_far import FarOnDemand
 from everstep.checkpoint.restoring import Restoring
-from everstep.checkpoint.shares import shares
+from everstep.checkpoint.shares import Share, shares
 from everstep.clock import SYSTEM
 from everstep.errors import EverstepError, ExitCode
 from everstep.process import kernel
 from everstep.process.detach import detach
 from everstep.process.loop import Loop
-from everstep.recovery.line import Line
 from everstep.recovery.link import Link
 from everstep.telemetry import say
 
 MEET_S = 300.0
 FINISH_S = 600.0
 PATROL_S = 2.0
-_PEER = struct.Struct("3i")
 
 
 class Keeper:
-    """From its first rank to the end of the last."""
+    """From its first rank to the end of the last. `far`: where keepers of other hosts come."""
 
-    def __init__(self, loop: Loop, first: Link, door: socket.socket | None) -> None:
-        self._loop, self._door = loop, door
-        self._unnamed: list[Line] = []
-        self._pidfds: dict[int, int] = {}
+    def __init__(self, loop: Loop, first: Link, door: socket.socket | None, far: socket.socket | None = None) -> None:
+        self._loop, self._far_door = loop, far
         self._closing: dict[int, int] = {}  # rank → its question
         self._gone: dict[int, str] = {}
         self._host: KeeperHost | None = None
         self._claims: Claims | None = None  # as soon as all ranks have come
-        self._finishing = self._welcomed = self._left = False
+        self._far: Far | None = None
+        self._finishing = self._welcomed = self._left = self._told_ending = False
         self._settings: Mapping[str, Any] = {}
-        self._first = self._enter(first)
-        if door is not None:
-            loop.watch(door.fileno(), self._accept)
+        self._ranks = Ranks(loop, first, door, self)
         loop.later(MEET_S, self._too_late)
 
     # -- ranks come ----------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        assert self._door is not None
-        end, _ = self._door.accept()
-        _, uid, _ = _PEER.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        if uid != os.getuid():
-            end.close()
-            return
-        self._enter(Link(end))
-
-    def _enter(self, link: Link) -> Line:
-        line: list[Line] = []
-
-        def heard(message: dict[str, Any], fds: list[int]) -> None:
-            self._heard(line[0], message, fds)
-
-        def ended() -> None:
-            self._ended(line[0])
-
-        line.append(Line(self._loop, link, heard, ended))
-        self._unnamed.append(line[0])
-        return line[0]
-
-    def _heard(self, line: Line, message: dict[str, Any], fds: list[int]) -> None:
-        for fd in fds:
-            os.close(fd)
-        kind = str(message["kind"])
-        if kind == "ckpt.begin":
-            self._begin(message)
-        elif kind == "ckpt.hello":
-            self._hello(line, message)
-        elif self._host is not None and (rank := self._host.rank_of(line)) is not None:
-            self._said(rank, kind, message)
-
-    def _begin(self, settings: Mapping[str, Any]) -> None:
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """See `Keeping.begin`."""
         self._settings = settings
-        shelf = AskedShelf(readers=len(settings["tiers"]))
-        skip, grace_s = settings["on_busy"] == "skip", float(settings["grace"])
+        if self._far_door is not None:
+            hosts = Hosts.from_json(settings["hosts"])
+            self._far = Far(self._loop, hosts, str(settings["token"]), self._far_door, self)
+        shelf = AskedShelf(far=self._far, readers=len(settings["tiers"]))
         self._holds = [KeeperHold(tier["directory"]) for tier in settings["tiers"]]
         tiers = [
-            OnDemand(hold.directory, share, Keep(**tier["keep"]), tier["tier"], skip=skip, hold=hold, grace_s=grace_s)
+            self._tier(hold, share, tier)
             for tier, hold, share in zip(
                 settings["tiers"], self._holds, shares(shelf, len(settings["tiers"])), strict=True
             )
@@ -118,30 +88,38 @@ class Keeper:
         shelf.older = lambda: [
             one for tier in tiers for one in tier.committed() if shelf.only is None or one.step == shelf.only
         ]
-        self._host = KeeperHost(self._loop, settings, shelf, tiers, KeeperLedger(settings, self._loop.clock))
+        ledger = KeeperLedger(settings, self._loop.clock)
+        self._host = KeeperHost(self._loop, settings, shelf, tiers, ledger, self._far)
         self._restoring = Restoring(self._host)
 
-    def _hello(self, line: Line, message: Mapping[str, Any]) -> None:
-        rank, pid = int(message["rank"]), int(message["pid"])
+    def _tier(self, hold: KeeperHold, share: Share, tier: Mapping[str, Any]) -> OnDemand:
+        words = hold.directory, share, Keep(**tier["keep"]), tier["tier"]
+        skip, grace_s = self._settings["on_busy"] == "skip", float(self._settings["grace"])
+        if self._far is None:
+            return OnDemand(*words, skip=skip, hold=hold, grace_s=grace_s)
+        return FarOnDemand(*words, skip=skip, hold=hold, grace_s=grace_s, far=self._far)
+
+    def hello(self, rank: int, pid: int, line: Speaker) -> bool:
+        """See `Keeping.hello`."""
+        del pid
         if self._host is None or rank in self._host.lines:
-            line.close()
-            return
-        self._unnamed.remove(line)
+            return False
         self._host.lines[rank] = line
-        with contextlib.suppress(ProcessLookupError):
-            self._pidfds[rank] = os.pidfd_open(pid)
-            self._loop.watch(self._pidfds[rank], lambda: self._lost(rank, pid))
         if len(self._host.lines) == self._host.world_size:
-            self._open()
+            self._loop.later(0.0, self._open)
+        return True
+
+    def deserted(self) -> None:
+        """See `Keeping.deserted`."""
+        self._leave()
 
     def _open(self) -> None:
         """All have come: have the directories, and say so."""
         host = self._host
         assert host is not None
-        if self._door is not None:
-            self._loop.unwatch(self._door.fileno())
-            self._door.close()
-            self._door = None
+        self._ranks.shut()
+        if self._left:
+            return
         self._claims = Claims(self._loop, host.spawn, self._holds, float(self._settings["grace"]), host.tell)
         who = f"a Checkpointer of process {self._settings['pid']}"
         self._claims.take(who, FINISH_S, self._had, self._refuse)
@@ -153,7 +131,15 @@ class Keeper:
             self._leave()
 
     def _had(self) -> None:
-        """The directories are ours: begin."""
+        """The directories are ours; all hosts must see them."""
+        if self._left:
+            return
+        if self._far is None:
+            self._serve()
+            return
+        self._far.look([(hold.directory, hold.job) for hold in self._holds], self._serve)
+
+    def _serve(self) -> None:
         host = self._host
         assert host is not None
         if self._left:
@@ -182,9 +168,10 @@ class Keeper:
 
     # -- ranks speak ---------------------------------------------------------------------------------------------
 
-    def _said(self, rank: int, kind: str, message: dict[str, Any]) -> None:
+    def said(self, rank: int, message: dict[str, Any]) -> None:
+        """See `Keeping.said`."""
         assert self._host is not None
-        match kind:
+        match str(message["kind"]):
             case "ckpt.close":
                 self._closing[rank] = int(message["ask"])
                 self._away(rank, "has closed its Checkpointer")
@@ -192,31 +179,54 @@ class Keeper:
                 self._restoring.asked(rank, message)
             case "ckpt.checked":
                 self._restoring.checked(rank, message)
-            case _:
+            case kind:
                 self._host.said(rank, kind, message)
+
+    # -- of other hosts ------------------------------------------------------------------------------------------
+
+    def far_came(self, rank: int, line: FarLine) -> None:
+        """See `Leading.far_came`."""
+        self.hello(rank, 0, line)
+
+    def far_said(self, rank: int, message: Mapping[str, Any]) -> None:
+        """See `Leading.far_said`."""
+        if not self._left:
+            self.said(rank, dict(message))
+
+    def far_sealed(self, rank: int, rows: Sequence[Sequence[int]]) -> None:
+        """See `Leading.far_sealed`."""
+        if self._host is not None:
+            self._host.shelf.far_sealed(rank, rows)
+
+    def far_away(self, rank: int, why: str) -> None:
+        """See `Leading.far_away`."""
+        self.went(rank, why)
+
+    def far_lost(self, host: int, why: str) -> None:
+        """See `Leading.far_lost`."""
+        if self._left or self._host is None or self._far is None:
+            return
+        hosts = self._far.hosts
+        ranks, name = hosts.ranks(host), hosts.names[host]
+        self._host.shelf.forget(ranks)
+        if self._welcomed:
+            say(f"the keeper of {hosts.told(host)} is lost: {why}; nothing more can be saved of this world")
+            for tier in self._host.tiers:
+                assert isinstance(tier, FarOnDemand)
+                tier.lost(ranks, f"host {name} is lost: {why}")
+        for rank in ranks:
+            self._away(rank, f"was on host {name}, which is lost: {why}")
+
+    def far_missing(self, text: str) -> None:
+        """See `Leading.far_missing`."""
+        self._refuse(text, int(ExitCode.CONFIGURATION))
 
     # -- ranks go ------------------------------------------------------------------------------------------------
 
-    def _ended(self, line: Line) -> None:
-        """The other side of a line has hung up."""
-        if self._left:  # it is being closed
-            return
-        host = self._host
-        rank = None if host is None else host.rank_of(line)
-        line.close()
-        if rank is not None:
-            self._away(rank, "has ended")
-        elif line in self._unnamed:
-            self._unnamed.remove(line)
-            if line is self._first:
-                self._leave()
-
-    def _lost(self, rank: int, pid: int) -> None:
-        """The kernel says that a rank's process has ended."""
-        assert self._host is not None
-        self._loop.unwatch(self._pidfds[rank])
-        self._host.lines[rank].close()  # what it still said comes first
-        self._away(rank, f"(process {pid}) has ended")
+    def went(self, rank: int, why: str) -> None:
+        """See `Keeping.went`."""
+        if not self._left:  # else it is being closed
+            self._away(rank, why)
 
     def _away(self, rank: int, why: str) -> None:
         host = self._host
@@ -236,16 +246,25 @@ class Keeper:
     def _look(self) -> None:
         """Where all ranks are gone: finish, then end."""
         host = self._host
-        if host is None or not self._welcomed or len(self._gone) < host.world_size:
+        if host is None or not self._welcomed:
+            return
+        self._tell_that_it_ends()
+        if len(self._gone) < host.world_size:
             return
         if not self._finishing:
             self._finishing = True
-            if self._claims is not None:
-                self._claims.ending()
             host.rechecked = self._look
             self._loop.later(FINISH_S, self._leave)
         if host.drained():
             self._leave()
+
+    def _tell_that_it_ends(self) -> None:
+        """Where the ranks of our host are gone, so is the world: another host may be lost, and not known to be yet."""
+        if self._told_ending or not self._gone.keys() >= self._ranks.lines.keys():
+            return
+        self._told_ending = True
+        if self._claims is not None:
+            self._claims.ending()
 
     def _patrol(self) -> None:
         if self._host is not None:
@@ -255,7 +274,7 @@ class Keeper:
     def _leave(self) -> None:
         if self._left:
             return
-        host, self._left = self._host, True
+        host, self._left, self._ranks.over = self._host, True, True
         if host is not None:
             problems = host.problems()
             if self._claims is not None and self._claims.problem:
@@ -278,8 +297,9 @@ def main(argv: Sequence[str]) -> int:
     detach()
     kernel.name_process("everstep-keeper")
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    door = socket.socket(fileno=int(argv[1])) if len(argv) > 1 else None
-    keeper = Keeper(Loop(SYSTEM), Link.from_fd(int(argv[0])), door)
+    doors = [socket.socket(fileno=int(word)) for word in argv[1:]]
+    door, far = (*doors, None, None)[:2]
+    keeper = Keeper(Loop(SYSTEM), Link.from_fd(int(argv[0])), door, far)
     keeper.run()
     return 0
 

@@ -51,7 +51,7 @@ class KeeperLine:
         try:
             self._link.send(message)
         except LinkClosed:
-            raise CheckpointError(self._gone()) from None
+            raise CheckpointError(self.lost or self._gone()) from None
 
     def copying(self) -> None:
         """A copy from a device is under way: the thread seals it."""
@@ -115,6 +115,10 @@ class KeeperLine:
             "was committed is whole. Make another Checkpointer to go on saving"
         )
 
+    def _lose(self, text: str) -> None:
+        self.lost = text
+        self._on_lost(text)
+
     def _serve(self) -> None:
         poll = select.poll()
         poll.register(self._link.fileno(), select.POLLIN)
@@ -135,9 +139,11 @@ class KeeperLine:
             return True
         except LinkClosed:
             if not self.closing:
-                self.lost = self._gone()
-                self._on_lost(self.lost)
+                self._lose(self.lost or self._gone())
             return False
+        if message["kind"] == "ckpt.lost":
+            self._lose(str(message["text"]))
+            return True
         if str(message["kind"]).startswith("ckpt."):
             self._answers.put({**message, "fds": fds})
         else:

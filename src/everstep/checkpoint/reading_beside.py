@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.checkpoint import visible
 from everstep.checkpoint.storage import opening
 from everstep.checkpoint.storage.api import Reading
 from everstep.checkpoint.storage.fsspec_bucket import deadline_s
@@ -188,10 +189,11 @@ class _There:
 
 
 class _Reader:
-    """All that it has open."""
+    """All that it has open. `visible_s`: so long another host's writing may take to be seen; None: it is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, visible_s: float | None) -> None:
         self._lock = threading.Lock()
+        self._visible_s = visible_s
         self._open: dict[str, Reading] = {}
 
     def converse(self, link: Link, window: mmap.mmap) -> None:
@@ -237,6 +239,11 @@ class _Reader:
     def _source(self, path: str) -> Reading:
         with self._lock:
             if path not in self._open:
+                if self._visible_s is not None and not visible.wait(path, self._visible_s):
+                    text = (
+                        f"another host has published it, and it is not seen on this one after {self._visible_s:.0f} s"
+                    )
+                    raise OSError(errno.ETIMEDOUT, text, path)
                 self._open[path] = opening.reading(path)
             return self._open[path]
 
@@ -249,15 +256,15 @@ def _send_more(link: Link, answer: Mapping[str, Any], content: bytes) -> None:
         link.send(answer, [fd])
 
 
-def main(link: Link) -> None:
-    """Entry of the process: serve conversations until the rank lets go."""
-    serve(link)
+def main(link: Link, *, visible_s: float | None = None) -> None:
+    """Entry of the process: serve conversations until the rank lets go. `visible_s`: see `_Reader`."""
+    serve(link, visible_s)
     os._exit(0)  # whatever its threads are doing
 
 
-def serve(link: Link) -> None:
+def serve(link: Link, visible_s: float | None = None) -> None:
     """Begin a conversation, on a thread of its own, for each that is asked for."""
-    reader = _Reader()
+    reader = _Reader(visible_s)
     while True:
         try:
             _, fds = link.receive()

@@ -12,13 +12,14 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from everstep.checkpoint.directory import ELSEWHERE_S
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 
 NAME = ".everstep.lock"
 POLL_S = 0.05
 NOTICES_S = 3.0
-"""So long a holder may look alive whose ranks have just been killed."""
+"""So long a holder may look alive whose ranks have just been killed; on another host, directory.ELSEWHERE_S."""
 
 
 class SoleUse:
@@ -41,11 +42,14 @@ class SoleUse:
             self._write(ending=False)
             return True
         holder, waited = self._holder(), self._clock.now() - self._began
-        if waited > (wait_s if holder.get("ending") else NOTICES_S):
+        elsewhere = holder.get("host", socket.gethostname()) != socket.gethostname()
+        patience = ELSEWHERE_S if elsewhere else NOTICES_S  # a server keeps the lock of a host that is gone for a while
+        if waited > (wait_s if holder.get("ending") else patience):
             self._refuse(holder, waited)
-        if holder.get("ending") and not self._told:
+        if not self._told and (holder.get("ending") or elsewhere):
             self._told = True
-            say(f"{self._directory}: waiting for {_name(holder)}, which is writing what its ranks have left")
+            what = "is writing what its ranks have left" if holder.get("ending") else "has it, unless that host is gone"
+            say(f"{self._directory}: waiting for {_name(holder)}, which {what}")
         return False
 
     def _open(self) -> None:

@@ -40,6 +40,12 @@ class Writers:
         """Whose writers there are, lowest first."""
         return tuple(sorted(self._children))
 
+    def leave(self, ranks: Iterable[int]) -> None:
+        """Their host is gone: nothing comes of their writers any more, and no others are begun."""
+        for rank in ranks:
+            self._children.pop(rank, None)
+            self._outstanding.pop(rank, None)
+
     def use_lock(self, lock: str) -> None:
         """The job's owner file has become known: every writer holds it from now on."""
         if lock and lock != self._lock:
@@ -87,13 +93,16 @@ class Writers:
         if child is not None:
             child.send(message, fds)
 
-    def write(self, rank: int, token: str, snapshot: int, world_size: int) -> None:
-        """Have a rank's snapshot written."""
+    def write(self, rank: int, token: str, snapshot: int | None, world_size: int, buffer: int = 0) -> None:
+        """Have a rank's snapshot written: a descriptor, or, where the writer is another host's, a `buffer` there."""
         staging = names.staging_of(token)
         assert staging is not None
         order = {"kind": "write", "save": token, "folder": token, "step": staging.step, "epoch": staging.epoch}
         place = {"generation": staging.generation, "world_size": world_size, "tell_s": self._tell_s}
-        self._send(rank, order | place, [snapshot])
+        if snapshot is None:
+            self._send(rank, order | place | {"rank": rank, "buffer": buffer})
+        else:
+            self._send(rank, order | place, [snapshot])
 
     def keep_fragment(self, rank: int, fds: Sequence[int]) -> None:
         """Take what a writer reported; the descriptors are ours from here on."""

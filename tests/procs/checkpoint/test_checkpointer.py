@@ -575,8 +575,8 @@ def _taken_up_by_one(tmp_path):
     ckpt.close(PATIENCE_S)
 
 
-def test_ranks_must_agree_and_be_on_one_host(tmp_path):
-    """What differs is named on every rank, at once; so are several hosts, with what to use instead."""
+def test_ranks_must_agree_and_have_no_local_directory_on_several_hosts(tmp_path):
+    """What differs is named on every rank, at once; so is what cannot serve several hosts, with what to use instead."""
 
     def differ(rank):
         with pytest.raises(ConfigurationError, match="rank 1 made its Checkpointer with other tiers than rank 0"):
@@ -584,8 +584,8 @@ def test_ranks_must_agree_and_be_on_one_host(tmp_path):
         from everstep.checkpoint import joining
 
         joining._host = lambda: f"node{rank} boot{rank}"
-        with pytest.raises(ConfigurationError, match=r"several hosts .*node0, node1.*async_save"):
-            Checkpointer(tmp_path / "ckpt")
+        with pytest.raises(ConfigurationError, match=r"several hosts \(node0, node1\).*is lost with that host"):
+            Checkpointer(tmp_path / "ckpt", tiers={"local": Local(tmp_path / "near", 1)})
         joining._host = lambda: "node0 boot"
         ckpt = Checkpointer(tmp_path / "ckpt")
         state = {"n": rank}
