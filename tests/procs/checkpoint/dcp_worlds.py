@@ -4,14 +4,13 @@ reader takes it up in worlds of 2 (DDP) and 3, to the same bits. Usage: script D
 One process imports torch and forks all ranks; it runs no tensor operation itself.
 """
 
-import os
 import sys
-import traceback
 import warnings
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked_ranks import ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -161,26 +160,6 @@ def load(rank, world, sharded):
     compare(model, optimizer)
     assert optimizer.param_groups[0]["lr"] == torch.load(f"{WHERE}/lr.pt")
     assert not [name for name in sys.modules if name.startswith("everstep")]
-
-
-def ranks(count, function):
-    """Fork so many ranks; return when all have ended well."""
-    children = []
-    for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                function(rank)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(code)
-        children.append(pid)
-    failed = [rank for rank, pid in enumerate(children) if os.waitpid(pid, 0)[1]]
-    if failed:
-        raise SystemExit(f"{function.__name__}: ranks {failed} failed")
 
 
 def load_1_plain(rank):

@@ -4,14 +4,13 @@ Usage: script DIR RANKS STRATEGY flat|original. One process imports torch and fo
 operation itself.
 """
 
-import os
 import sys
-import traceback
 import warnings
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from forked_ranks import ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
@@ -210,26 +209,6 @@ def load_with_dcp(_):
         assert torch.equal(value, found), (name, kind)
     assert all(entry["step"].item() == 3 for entry in state["optimizer"]["state"].values())
     assert not [name for name in sys.modules if name.startswith("everstep")]
-
-
-def ranks(count, function):
-    """Fork so many ranks; return when all have ended well."""
-    children = []
-    for rank in range(count):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                function(rank)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(code)
-        children.append(pid)
-    failed = [rank for rank, pid in enumerate(children) if os.waitpid(pid, 0)[1]]
-    if failed:
-        raise SystemExit(f"{function.__name__}: ranks {failed} failed")
 
 
 if __name__ == "__main__":
