@@ -8,10 +8,11 @@ Rule 4: memory that is being received into is free again when the porter has sai
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.checkpoint.carrying import SOURCES
 from everstep.checkpoint.core.copies import Place
 from everstep.checkpoint.segments import Segment
 from everstep.recovery.api import Child, Host, Message
@@ -23,8 +24,8 @@ TICKET_BYTES = 32
 
 Expected = Callable[["Ticket"], None]
 """Called once, when whoever has the ticket may come."""
-Done = Callable[[str], None]
-"""Called once, with nothing where it has arrived, else with the reason."""
+Done = Callable[[str, int], None]
+"""Called once: with nothing and the bytes that went over the line where it has arrived, else with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,11 @@ class Carrier:
             self._address = address
             self._child = self._host.spawn("porter", ENTRY, {"address": address})
 
-    def expect(self, segment: Segment, expected: Expected, done: Done) -> str:
+    def expect(self, segment: Segment, expected: Expected, done: Done, sources: Sequence[int] = ()) -> str:
         """Receive into a buffer, from whoever shows the ticket; return the transfer's name.
 
         The ticket is handed out when the porter knows it. ValueError where there is no porter.
+        `sources`: snapshots here that may hold parts of it, by descriptor; what is overwritten meanwhile does no harm.
         """
         if self._child is None or not self.ready:
             raise ValueError("no porter is there to receive it")
@@ -90,7 +92,7 @@ class Carrier:
         secret = secrets.token_hex(TICKET_BYTES)
         self._under[name].ticket = Ticket(secret, self._address, self._port)
         self._under[name].expected = expected
-        self._child.send({"kind": "expect", "transfer": name, "ticket": secret}, [segment.fd])
+        self._child.send({"kind": "expect", "transfer": name, "ticket": secret}, [segment.fd, *sources[:SOURCES]])
         return name
 
     def forget(self, transfer: str) -> None:
@@ -101,7 +103,7 @@ class Carrier:
     def send(self, fd: int, place: Place, ticket: tuple[str, str, int], done: Done) -> None:
         """Send a buffer that is held until `done`."""
         if self._child is None:
-            done("no porter is there to send it")
+            done("no porter is there to send it", 0)
             return
         secret, host, port = ticket
         what = {"rank": place.rank, "step": place.step, "epoch": place.epoch, "generation": place.generation}
@@ -139,7 +141,7 @@ class Carrier:
             self._under[name].due_s = None
         elif kind in ("received", "sent"):
             self._deaths = 0
-            self._end(name, "")
+            self._end(name, "", int(message["bytes"]))
         elif kind == "refused":
             self._end(name, str(message["text"]))
 
@@ -153,7 +155,7 @@ class Carrier:
         self._deaths += 1
         under, self._under = self._under, {}
         for each in under.values():
-            each.done(text)
+            each.done(text, 0)
         if self.given_up:
             self._lost(f"{text}, {DEATHS_IN_A_ROW} times in a row; it is not begun again: no copies from here on")
         else:
@@ -161,10 +163,10 @@ class Carrier:
             self.begin(self._address)
         return True
 
-    def _end(self, name: str, why: str) -> None:
+    def _end(self, name: str, why: str, size: int = 0) -> None:
         under = self._under.pop(name, None)
         if under is not None:
-            under.done(why)
+            under.done(why, size)
 
     def close(self) -> None:
         """The job is over; the porter ends with its line."""

@@ -68,7 +68,7 @@ class Fetching:
             body = {"kind": "peer.fetch", "place": list(each.copy.place), "ticket": ticket.to_row()}
             self._say(each.copy.node, body)
 
-        each.transfer = self._carrier.expect(each.segment, expected, lambda why: self._arrived(each, why))
+        each.transfer = self._carrier.expect(each.segment, expected, lambda why, _: self._arrived(each, why))
 
     def unfetched(self, node: str, place: Place, why: str) -> None:
         """The node that should have it says why it does not come."""

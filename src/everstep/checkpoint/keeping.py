@@ -5,7 +5,7 @@ place meanwhile (EXPERIMENTS M11).
 Rule 2: an order of a generation that we have not heard of yet waits for it; one of another that is over is nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from everstep.checkpoint.carrier import Carrier, Ticket
@@ -47,8 +47,18 @@ class Standing(Protocol):
 class Keeping:
     """Of one node."""
 
-    def __init__(self, host: NodeHost, carrier: Carrier, say: Say, shelf: Standing, kept: Replicas) -> None:
+    def __init__(
+        self,
+        host: NodeHost,
+        carrier: Carrier,
+        say: Say,
+        shelf: Standing,
+        kept: Replicas,
+        staged: Callable[[str, int], list[int]],
+    ) -> None:
+        """`staged`: see `Sending.staged`: of what a copy has in common with snapshots here nothing is sent."""
         self._host, self._carrier, self._say, self._shelf, self.kept = host, carrier, say, shelf, kept
+        self._staged = staged
         self.counted: Version | None = None
         self._unready: set[int] = set()  # ranks whose places are being allocated
         self._coming: dict[tuple[str, int], tuple[Slot, str]] = {}
@@ -154,10 +164,14 @@ class Keeping:
             body = {"kind": "peer.come", "save": token, "what": message["what"], "ticket": ticket.to_row()}
             self._say(node, body)
 
-        transfer = self._carrier.expect(slot.segment, expected, lambda why: self._received(token, what, why))
+        def received(why: str, size: int) -> None:
+            self._received(token, what, why, size)
+
+        sources = self._staged(token, rank)
+        transfer = self._carrier.expect(slot.segment, expected, received, sources)
         self._coming[token, rank] = slot, transfer
 
-    def _received(self, token: str, what: Place, why: str) -> None:
+    def _received(self, token: str, what: Place, why: str, size: int) -> None:
         slot, _ = self._coming.pop((token, what.rank))
         if why:
             self.kept.dropped(slot)
@@ -167,7 +181,7 @@ class Keeping:
         if why:
             self._say(self._shelf.leader, {"kind": "peer.refused", **body, "text": why})
         else:
-            self._say(self._shelf.leader, {"kind": "peer.kept", **body, "bytes": slot.segment.size})
+            self._say(self._shelf.leader, {"kind": "peer.kept", **body, "bytes": size})
 
     def close(self) -> None:
         """The job is over."""

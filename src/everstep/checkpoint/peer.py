@@ -41,6 +41,7 @@ from everstep.checkpoint.segments import Segment
 from everstep.checkpoint.sending import Sending
 from everstep.checkpoint.source import Source
 from everstep.checkpoint.tier_settings import PEER
+from everstep.errors import ProtocolError
 from everstep.events import Notice
 from everstep.recovery.api import Child, Host, Message, NodeHost
 from everstep.recovery.core.words import Roster
@@ -90,8 +91,8 @@ class Peer:
         self._host = given
         self._carrier = Carrier(host, self._opened, self._porter_lost)
         self._fetching = Fetching(self._carrier, self._say)
-        self._keeping = Keeping(given, self._carrier, self._say, self._shelf, self.kept)
         self._sending = Sending(given, self._carrier, self._say, self._shelf, self._holds)
+        self._keeping = Keeping(given, self._carrier, self._say, self._shelf, self.kept, self._sending.staged)
         self._leader = Leader(host, self._say, self._interval, self._copies)
 
     # other nodes
@@ -321,7 +322,8 @@ class Peer:
         place = Place(*message["place"])
         secret, host, port = message["ticket"]
 
-        def done(why: str) -> None:
+        def done(why: str, size: int = 0) -> None:
+            del size
             if why:
                 self._say(node, {"kind": "peer.unfetched", "place": list(place), "text": why})
 
@@ -337,8 +339,8 @@ class Peer:
             return None if segment is None else segment.fd
         try:
             header = self._shelf.header(place.rank, place.number)
-        except LookupError:
-            return None
+        except ProtocolError:
+            return None  # it has been let go: whoever asks has not heard of the next generation yet
         matches = isinstance(header, Header) and (header.step, header.epoch, header.generation) == place.version
         return self._shelf.fd(place.rank, place.number) if matches else None
 

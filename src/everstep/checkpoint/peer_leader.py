@@ -116,7 +116,7 @@ class Leader:
             if save is None and not self._off and not self._pairs <= self._ready:
                 self._tell_placement()
             elif save is not None and save.phase is saves.Phase.ASKED:
-                self._tell_homes({"kind": "peer.intent", "save": save.token, "step": save.step})
+                self._tell_intent(save)
             elif save is not None and now - self._moved_s > STUCK_S:
                 self._hear(save.token, saves.Stopped(f"nothing has arrived for {STUCK_S:.0f} s"))
         self.next()
@@ -190,7 +190,7 @@ class Leader:
         self._count += 1
         token = f"{self._lineage[0]}.{self._lineage[1]}.{self._count}"
         self._save = saves.Save(token, choice.step, frozenset(self._homes), pairs)
-        self._tell_homes({"kind": "peer.intent", "save": token, "step": choice.step})
+        self._tell_intent(self._save)
 
     def _hear(self, token: str, event: saves.Event) -> None:
         before = self._save
@@ -231,6 +231,11 @@ class Leader:
         for node in {*self._homes.values(), *self._domains}:
             self._say(node, {**done, "committed": save.phase is saves.Phase.COMMITTED})
         self.next()
+
+    def _tell_intent(self, save: saves.Save) -> None:
+        assert self._lineage is not None, "a save belongs to a generation"
+        body = {"kind": "peer.intent", "save": save.token, "step": save.step, "lineage": list(self._lineage)}
+        self._tell_homes({**body, "counted": self._counted})
 
     def _tell_homes(self, message: Message) -> None:
         for node in sorted(set(self._homes.values())):

@@ -3,25 +3,21 @@
 It is forked from the zygote, reads and writes what its agent holds, by descriptor, and speaks TCP to other porters. The
 agent never touches a byte; what has been received outlives us.
 
-    expect {transfer, ticket} + memory       → expecting {transfer}, begun {transfer},
+    expect {transfer, ticket} + memory, and snapshots here that may hold parts of what comes
+                                             → expecting {transfer}, begun {transfer},
                                                received {transfer, bytes, seconds} | refused {transfer, text}
     forget {transfer}                        (nobody shall come any more; one who has come is cut off)
     send {transfer, ticket, host, port, rank, step, epoch, generation} + snapshot
                                              → sent {transfer, bytes, seconds} | refused {transfer, text}
                                              ← door {port}: at the start
 
- sender                                                                            receiver
-    hash (where nobody has: the copy is hashed from here on), connect
-    magic, ticket, length  ───────────────────────────────────────────────────▶  is the ticket one that was told us?
-    the header, then all else of the snapshot, sendfile from the buffer itself ──▶  into the memory that it was given
-    ◀──────────────────────── kept, or why not ──────────────────────────────────  hash, compare, seal
+A sender leaves the checksum where nobody has (the copy is hashed from here on), connects, and shows its ticket; what is
+said then is in carrying.py. `bytes` are those that went over the line.
 
 Rule 1: a ticket is drawn by the receiving agent for one transfer, told through the agents' own lines, and good once:
 what connects without one, again, or late, is nothing. It is never answered.
-Rule 2: memory that a copy goes into is void until the last byte has been verified: a porter that is killed at any
-instant leaves no copy, or a whole one that nobody counts.
-Rule 3: every wait has an end: a peer that says nothing for `SILENCE_S` is gone.
-Rule 4: with its line to the agent the porter ends, in the midst of everything.
+Rule 2: a porter that is killed at any instant leaves no copy, or a whole one that nobody counts.
+Rule 3: with its line to the agent the porter ends, in the midst of everything.
 """
 
 import contextlib
@@ -35,8 +31,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from everstep.checkpoint import carrying
+from everstep.checkpoint.carrying import SILENCE_S, NotCarried, exactly
 from everstep.checkpoint.core import segment
-from everstep.checkpoint.core.segment import HEADER_BYTES
 from everstep.clock import SYSTEM, Clock
 from everstep.recovery.link import Link, LinkClosed
 
@@ -46,18 +43,11 @@ TICKET_BYTES = 32
 HELLO = struct.Struct(f"<8s{TICKET_BYTES}sQ")
 HELLO_S = 5.0
 CONNECT_S = 5.0
-SILENCE_S = 15.0
 SEAL_DEADLINE_S = 30.0
 SEAL_POLL_S = 0.005
 STRANGERS = 32
 """Connections at a time that have not shown a ticket yet; more are turned away."""
 ACCEPT_AGAIN_S = 0.1
-CHUNK = 8 << 20
-_ANSWER = struct.Struct("<H")
-
-
-class NotCarried(Exception):
-    """A transfer has come to nothing; the text says why."""
 
 
 def main(link: Link, *, address: str) -> None:
@@ -75,7 +65,7 @@ class Porter:
     def __init__(self, link: Link, address: str, clock: Clock = SYSTEM) -> None:
         self._link, self._clock = link, clock
         self._lock = threading.Lock()
-        self._expected: dict[bytes, tuple[str, int]] = {}  # ticket → transfer, descriptor
+        self._expected: dict[bytes, tuple[str, list[int]]] = {}  # ticket → transfer, descriptors
         self._open: dict[str, socket.socket] = {}  # transfers that are being received
         self._strangers = threading.Semaphore(STRANGERS)
         self._door = _door(address)
@@ -92,7 +82,8 @@ class Porter:
             match message["kind"]:
                 case "expect":
                     with self._lock:
-                        self._expected[bytes.fromhex(message["ticket"])] = (message["transfer"], fds.pop())
+                        self._expected[bytes.fromhex(message["ticket"])] = (message["transfer"], list(fds))
+                    fds = []
                     self._say({"kind": "expecting", "transfer": message["transfer"]})
                 case "send":
                     self._begin(self._send, message, fds.pop())
@@ -119,13 +110,13 @@ class Porter:
 
     def _welcome(self, line: socket.socket) -> None:
         """Whoever connects may be anybody, until it shows a ticket."""
-        expected: tuple[str, int] | None = None
+        expected: tuple[str, list[int]] | None = None
         length = 0
         try:
             with contextlib.suppress(OSError, NotCarried):
                 line.settimeout(HELLO_S)
                 magic, ticket, length = HELLO.unpack(
-                    _exactly(line, HELLO.size, self._clock.now() + HELLO_S, self._clock)
+                    exactly(line, HELLO.size, self._clock.now() + HELLO_S, self._clock)
                 )
                 with self._lock:
                     expected = self._expected.pop(ticket, None) if magic == MAGIC else None
@@ -138,19 +129,18 @@ class Porter:
         if expected is not None:
             self._receive(line, length, *expected)
 
-    def _receive(self, line: socket.socket, length: int, transfer: str, fd: int) -> None:
-        begun = self._clock.now()
+    def _receive(self, line: socket.socket, length: int, transfer: str, fds: list[int]) -> None:
+        begun, came = self._clock.now(), 0
         why = ""
         try:
             self._say({"kind": "begun", "transfer": transfer})
-            _take(line, fd, length)
+            came = carrying.take(line, fds[0], length, fds[1:])
         except (NotCarried, OSError, ValueError) as error:
             why = _told(error)
         finally:
-            os.close(fd)
-        text = why.encode()[:4096]
+            _close(fds)
         with contextlib.suppress(OSError):
-            line.sendall(_ANSWER.pack(len(text)) + text)
+            carrying.answer(line, why)
         with self._lock:
             self._open.pop(transfer, None)
         line.close()
@@ -158,13 +148,13 @@ class Porter:
             self._say({"kind": "refused", "transfer": transfer, "text": why})
         else:
             seconds = self._clock.now() - begun
-            self._say({"kind": "received", "transfer": transfer, "bytes": length, "seconds": seconds})
+            self._say({"kind": "received", "transfer": transfer, "bytes": came, "seconds": seconds})
 
     def _forget(self, transfer: str) -> None:
         with self._lock:
             waiting = [ticket for ticket, (name, _) in self._expected.items() if name == transfer]
             for ticket in waiting:
-                os.close(self._expected.pop(ticket)[1])
+                _close(self._expected.pop(ticket)[1])
             line = self._open.get(transfer)
             if line is not None:
                 with contextlib.suppress(OSError):
@@ -187,12 +177,8 @@ class Porter:
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 line.settimeout(SILENCE_S)
                 line.sendall(hello)
-                _give(line, fd, length)
-                (size,) = _ANSWER.unpack(_exactly(line, _ANSWER.size))
-                refusal = _exactly(line, size).decode(errors="replace")
-            if refusal:
-                raise NotCarried(f"the receiver refuses it: {refusal}")
-            answer = {"kind": "sent", "bytes": length, "seconds": self._clock.now() - begun}
+                went = carrying.give(line, fd, length)
+            answer = {"kind": "sent", "bytes": went, "seconds": self._clock.now() - begun}
         except (NotCarried, OSError, ValueError) as error:
             answer = {"kind": "refused", "text": _told(error)}
         finally:
@@ -221,56 +207,9 @@ class Porter:
             self._link.send(message)
 
 
-def _take(line: socket.socket, fd: int, length: int) -> None:
-    """Receive one copy into memory, and verify it. Void before, void after what does not match."""
-    line.settimeout(SILENCE_S)
-    with mmap.mmap(fd, 0) as memory, memoryview(memory) as view:
-        segment.unseal(view)
-        if not HEADER_BYTES <= length <= len(view):
-            raise NotCarried(f"{length} bytes are announced, for memory of {len(view)}")
-        head = _exactly(line, HEADER_BYTES)
-        done = HEADER_BYTES
-        while done < length:
-            got = line.recv_into(view[done : min(length, done + CHUNK)])
-            if not got:
-                raise NotCarried(f"the sender has gone after {done} of {length} bytes")
-            done += got
-        found = segment.complete(view, head)
-        if isinstance(found, str):
-            raise NotCarried(found)
-        if found.meta_offset + found.meta_bytes != length:
-            segment.unseal(view)
-            raise NotCarried(f"{length} bytes came, where its header says {found.meta_offset + found.meta_bytes}")
-
-
-def _give(line: socket.socket, fd: int, length: int) -> None:
-    """Send from the buffer itself: no copy of it passes through this process."""
-    line.setblocking(False)
-    room = select.poll()
-    room.register(line, select.POLLOUT)
-    done = 0
-    while done < length:
-        if not room.poll(SILENCE_S * 1000):
-            raise NotCarried(f"the receiver has taken nothing for {SILENCE_S:.0f} s, after {done} of {length} bytes")
-        with contextlib.suppress(BlockingIOError):
-            sent = os.sendfile(line.fileno(), fd, done, min(CHUNK, length - done))
-            if not sent:
-                raise NotCarried(f"the buffer ends after {done} of {length} bytes")
-            done += sent
-    line.settimeout(SILENCE_S)
-
-
-def _exactly(line: socket.socket, count: int, deadline: float | None = None, clock: Clock = SYSTEM) -> bytes:
-    """Receive so many bytes; by a deadline also from somebody who sends one at a time."""
-    found = bytearray()
-    while len(found) < count:
-        if deadline is not None:
-            line.settimeout(max(0.001, deadline - clock.now()))
-        piece = line.recv(count - len(found))
-        if not piece:
-            raise NotCarried(f"the other side has gone after {len(found)} of {count} bytes")
-        found += piece
-    return bytes(found)
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _told(error: Exception) -> str:

@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from everstep.checkpoint.carrier import Carrier
-from everstep.checkpoint.core.copies import Place
+from everstep.checkpoint.core.copies import Place, version_of
 from everstep.checkpoint.core.placement import Placement
 from everstep.checkpoint.fetching import Say
 from everstep.checkpoint.node_shelf import NodeShelf
 from everstep.checkpoint.source import Source
 from everstep.recovery.api import Message, NodeHost
+
+NONE = (-1, -1, -1)
 
 
 class Sending:
@@ -22,21 +24,24 @@ class Sending:
     def __init__(self, host: NodeHost, carrier: Carrier, say: Say, shelf: NodeShelf, holds: Source) -> None:
         self._host, self._carrier, self._say, self._shelf, self._holds = host, carrier, say, shelf, holds
         self._intent = ""
+        self._version = NONE  # of the save that is intended
         self._staged: dict[int, int] = {}
         self._pinned: dict[int, int] = {}  # rank → its buffer of the save that counts
         self._open: dict[int, set[str]] = {}  # rank → keepers that have not answered
         self._active: Counter[tuple[int, int]] = Counter()  # copies of a rank's buffer that the porter sends
 
     def on_intent(self, node: str, message: Message) -> None:
-        """All ranks are to stage a step: hand it on to those here."""
+        """All ranks are to stage a step: hand it on to those here. What became of the last save is said with it."""
         if node != self._shelf.leader:
             return
         if message["save"] == self._intent:  # said again: perhaps what we said was lost
             for rank in self._staged:
                 self._say(node, {"kind": "peer.staged", "save": self._intent, "rank": rank})
             return
-        self.give_up()
-        self._intent = str(message["save"])
+        if self._intent:
+            self.ended(self._intent, committed=version_of(message["counted"]) == self._version)
+        epoch, generation = message["lineage"]
+        self._intent, self._version = str(message["save"]), (int(message["step"]), int(epoch), int(generation))
         for rank in self._shelf.here:
             self._host.send(rank, {"kind": "peer.intent", "save": self._intent, "step": int(message["step"])})
 
@@ -77,7 +82,8 @@ class Sending:
         buffer = self._staged[rank]
         self._active[rank, buffer] += 1
 
-        def done(why: str) -> None:
+        def done(why: str, size: int) -> None:
+            del size  # the keeper tells it
             self._active[rank, buffer] -= 1
             self._answered(node, rank, str(message["save"]), why)
             self._free(rank, buffer)
@@ -88,6 +94,18 @@ class Sending:
         """A keeper has none."""
         if message["save"] == self._intent:
             self._answered(node, int(message["rank"]), self._intent, str(message["text"]))
+
+    def staged(self, token: str, beside: int) -> list[int]:
+        """Return what ranks here have staged for a save, by descriptor, first that of the rank with the place here that
+        rank `beside` has where it stands: of those that are divided alike over nodes it is the replica.
+        """
+        if token != self._intent:
+            return []
+        homes = self._shelf.homes
+        place = sorted(rank for rank, node in homes.items() if node == homes.get(beside)).index(beside)
+        here = sorted(self._shelf.here)
+        order = sorted(self._staged, key=lambda rank: (here.index(rank) != place, rank))
+        return [self._holds.fd(rank, self._staged[rank]) for rank in order]
 
     def _answered(self, node: str, rank: int, token: str, why: str) -> None:
         if token == self._intent:

@@ -1,5 +1,6 @@
 """Porters and workers of a job that never ran, played over a `Net`; see `peer_world`."""
 
+import contextlib
 import functools
 import json
 import mmap
@@ -9,15 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from everstep.checkpoint.carrying import held_here
 from everstep.checkpoint.core import segment
+from everstep.checkpoint.core.alike import lacking
 from everstep.checkpoint.core.rotation import Slot, choose, grants
 from everstep.checkpoint.core.segment import Header
-from everstep.checkpoint.intent_client import IntentClient
+from everstep.checkpoint.intent_client import READERS, Disks
 from everstep.recovery.api import Message
 from everstep.testing.nodes import Net, SimNode
 
 PAYLOAD = 512
 PARTS = 3
+LEAST_HERE = 64
+"""Bytes of a tensor that is worth leaving out: a world's are small."""
 
 
 class World(Protocol):
@@ -33,6 +38,14 @@ class World(Protocol):
 
     def porter_at(self, host: str, port: int) -> "SimPorter | None":
         """Return whoever listens there."""
+        ...
+
+    def state(self, rank: int, step: int, generation: int) -> tuple[bytes, bytes]:
+        """Return what a rank's state is after a step that a generation has made, and its description."""
+        ...
+
+    def durable(self, rank: int, source: Message) -> tuple[int, int] | str:
+        """Return step and generation of what a rank finds on a disk, or why it cannot be had."""
         ...
 
 
@@ -55,7 +68,7 @@ class SimPorter:
     pid: int = 1
     name: str = ""
     alive: bool = True
-    expected: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+    expected: dict[str, tuple[str, list[int]]] = field(default_factory=dict[str, tuple[str, list[int]]])
 
     def __post_init__(self) -> None:
         self.name = f"porter {self.node.name} {self.number}"
@@ -79,7 +92,7 @@ class SimPorter:
         if not self.alive:
             return
         if message["kind"] == "expect":
-            self.expected[message["ticket"]] = (message["transfer"], fds[0])
+            self.expected[message["ticket"]] = (message["transfer"], fds)
             self.say({"kind": "expecting", "transfer": message["transfer"]})
         elif message["kind"] == "forget":
             for ticket, (transfer, _) in list(self.expected.items()):
@@ -99,40 +112,34 @@ class SimPorter:
                 return
             if segment.checksum_of(view, header) is None:
                 segment.put_checksum(view, header, segment.checksum(view, header))
-            length = header.meta_offset + header.meta_bytes
         if there is None or not there.alive or order["ticket"] not in there.expected:
             self.say({"kind": "refused", "transfer": order["transfer"], "text": "nobody is there, or it is not wanted"})
             return
         transfer, into = there.expected.pop(order["ticket"])
         there.say({"kind": "begun", "transfer": transfer})
-        size = -(-(length - segment.HEADER_BYTES) // PARTS)
-        starts = [segment.HEADER_BYTES + part * size for part in range(PARTS)]
-        for cut in [*[(start, min(length, start + size)) for start in starts], None]:
-            part = functools.partial(self._part, there, transfer, order["transfer"], fd, into, cut, length)
-            self.world.net.put((self.name, there.name, "tcp"), part)
+        carried = _Carried(there, transfer, order["transfer"], fd, into, header)
+        for part in range(PARTS + 1):
+            self.world.net.put((self.name, there.name, "tcp"), functools.partial(self._part, carried, part))
 
-    def _part(
-        self, there: "SimPorter", theirs: str, ours: str, fd: int, into: int, cut: tuple[int, int] | None, length: int
-    ) -> None:
+    def _part(self, carried: "_Carried", part: int) -> None:
         """One part arrives; the last brings the header. Whoever is gone is told of by the other side."""
+        there, last = carried.there, part == PARTS
         if not self.alive or not there.alive:
-            if cut is None and there.alive:
-                there.say({"kind": "refused", "transfer": theirs, "text": "the sender has gone"})
-            if cut is None and self.alive:
-                self.say({"kind": "refused", "transfer": ours, "text": "the receiver has gone"})
+            if last and there.alive:
+                there.say({"kind": "refused", "transfer": carried.theirs, "text": "the sender has gone"})
+            if last and self.alive:
+                self.say({"kind": "refused", "transfer": carried.ours, "text": "the receiver has gone"})
             return
-        with mmap.mmap(fd, 0) as source, mmap.mmap(into, 0) as target:
-            if cut is not None:
-                target[slice(*cut)] = source[slice(*cut)]
-                return
-            with memoryview(target) as view:
-                why = segment.complete(view, source[: segment.HEADER_BYTES])
-        if isinstance(why, str):
-            there.say({"kind": "refused", "transfer": theirs, "text": why})
-            self.say({"kind": "refused", "transfer": ours, "text": why})
+        if not last:
+            carried.take(part)
+            return
+        why = carried.complete()
+        if why:
+            there.say({"kind": "refused", "transfer": carried.theirs, "text": why})
+            self.say({"kind": "refused", "transfer": carried.ours, "text": why})
         else:
-            there.say({"kind": "received", "transfer": theirs, "bytes": length, "seconds": 0.0})
-            self.say({"kind": "sent", "transfer": ours, "bytes": length, "seconds": 0.0})
+            there.say({"kind": "received", "transfer": carried.theirs, "bytes": carried.came, "seconds": 0.0})
+            self.say({"kind": "sent", "transfer": carried.ours, "bytes": carried.came, "seconds": 0.0})
 
     def kill(self) -> None:
         """See `Child.kill`."""
@@ -144,6 +151,64 @@ class SimPorter:
                     self.node.companions["peer"].on_child_exit(self, -9)
 
             self.world.net.put((self.name, self.node.name, "up"), deliver)
+
+
+@dataclass
+class _Carried:
+    """One snapshot on its way; what snapshots there hold of it is copied there, as `carrying` does."""
+
+    there: SimPorter
+    theirs: str
+    ours: str
+    fd: int
+    into: Sequence[int]
+    header: Header
+    had: list[tuple[int, int, bytes]] = field(default_factory=list[tuple[int, int, bytes]])
+    came: int = 0
+
+    @property
+    def _length(self) -> int:
+        return self.header.meta_offset + self.header.meta_bytes
+
+    def take(self, part: int) -> None:
+        """Have one part of what is not there already; the first looks what is."""
+        if part == 0:
+            self._copy([(self.header.meta_offset, self._length)])
+            self._look()
+            return
+        wanted = lacking([(b, e) for b, e, _ in self.had], segment.HEADER_BYTES, self.header.meta_offset)
+        self._copy(wanted[part - 1 :: PARTS - 1])
+
+    def _look(self) -> None:
+        with contextlib.ExitStack() as open_:
+            target = open_.enter_context(mmap.mmap(self.into[0], 0))
+            view = open_.enter_context(memoryview(target))
+            for part in held_here(view, self.header, self.into[1:], LEAST_HERE, open_):
+                found = bytes(part.of[part.source : part.source + part.end - part.begin])
+                self.had.append((part.begin, part.end, found))
+
+    def complete(self) -> str:
+        """Put it together and verify it; all of it comes where it does not match. Return why it is not kept."""
+        self.came += segment.HEADER_BYTES
+        with mmap.mmap(self.into[0], 0) as target:
+            for begin, end, found in self.had:
+                target[begin:end] = found
+        why = self._verified()
+        if why and self.had:
+            self._copy([(segment.HEADER_BYTES, self.header.meta_offset)])
+            why = self._verified()
+        return why
+
+    def _verified(self) -> str:
+        with mmap.mmap(self.fd, 0) as source, mmap.mmap(self.into[0], 0) as target, memoryview(target) as view:
+            found = segment.complete(view, source[: segment.HEADER_BYTES])
+        return found if isinstance(found, str) else ""
+
+    def _copy(self, ranges: Sequence[tuple[int, int]]) -> None:
+        with mmap.mmap(self.fd, 0) as source, mmap.mmap(self.into[0], 0) as target:
+            for begin, end in ranges:
+                target[begin:end] = source[begin:end]
+                self.came += end - begin
 
 
 class SimWorker:
@@ -161,7 +226,7 @@ class SimWorker:
         self.sequence = 0
         self.failed = ""
         self.asked = 0
-        self.intents = IntentClient(lambda m: node.hear(rank, m), tier="peer")
+        self.intents = Disks(lambda m: node.hear(rank, m))
         node.workers[rank] = self.hear
 
     def assigned(self, told: Mapping[str, Message]) -> None:
@@ -169,7 +234,7 @@ class SimWorker:
         self.told, self.began, self.failed = None, None, ""
         if "lineage" in told["snapshot"]:
             self.told = told["snapshot"]
-        self.intents.rewound(0)
+        self.intents.rewound(0)  # intents of the next generation come after its assignment
         self.asked += 1
         have = sorted({number for number, _ in self.sets})
         self.node.hear(
@@ -188,7 +253,7 @@ class SimWorker:
 
     def _heard(self, message: Message, fds: Sequence[int]) -> None:
         kind = message["kind"]
-        if kind.startswith("peer."):
+        if kind.partition(".")[0] in READERS:
             self.intents.on_message(message)
         elif kind == "snapshot.released":
             if message["hold"] >= self.held.get(message["buffer"], 0):
@@ -224,8 +289,14 @@ class SimWorker:
             self.step, self.began = 0, (0, -1)
             self._take(0)
         elif source["tier"] != "memory":
-            self.step = source["step"]
-            self.began = (self.step, -2)
+            found = self.world.durable(self.rank, source)
+            if isinstance(found, str):
+                self.failed = found
+                body = {"kind": "snapshot.damaged", "tier": source["tier"], "step": source["step"], "why": found}
+                self.node.hear(self.rank, body)
+                self.intents.damaged(source["tier"], source["step"], found)
+                return
+            self.step, self.began = found[0], found
         else:
             with memoryview(self.maps[source["buffer"]]) as view:
                 header = segment.parse(view)
@@ -235,11 +306,10 @@ class SimWorker:
                     body = {"kind": "snapshot.damaged", "buffer": source["buffer"], "step": source["step"], "why": why}
                     self.node.hear(self.rank, body)
                     return
-                found = bytes(view[header.payload_offset :][:PAYLOAD])
-            if header.rank != self.rank or found != payload(self.rank, header.step, header.generation):
+                state = bytes(view[header.payload_offset :][: header.payload_bytes])
+            if header.rank != self.rank or state != self.world.state(self.rank, header.step, header.generation)[0]:
                 raise Broken(f"rank {self.rank} restored something else: {header}")
             self.step, self.began = header.step, (header.step, header.generation)
-        self.intents.rewound(self.step)
 
     def end_step(self) -> None:
         """End a step, and take its snapshot."""
@@ -247,7 +317,8 @@ class SimWorker:
         due = self.intents.due(self.step)
         buffer, hold = self._take(self.step, hold=due)
         if due:
-            self.intents.staged(buffer, lambda: hold)
+            holds = [hold]
+            self.intents.staged(buffer, lambda: holds.pop() if holds else (hold and self._hold(buffer)))
 
     def _take(self, step: int, *, hold: bool = False) -> tuple[int, int]:
         assert self.told is not None, "it has begun"
@@ -257,20 +328,26 @@ class SimWorker:
         number = choose(slots, held)
         if number is None:
             raise Broken(f"rank {self.rank}: every buffer is held")
-        granted = hold and grants(len(self.current), held, number)
         self.sequence += 1
         epoch, generation, parent = self.told["lineage"]
-        header = Header(self.sequence, step, epoch, generation, parent, self.rank, self.world.ranks, PAYLOAD, 2)
+        state, meta = self.world.state(self.rank, step, generation)
+        sizes = len(state), len(meta)
+        header = Header(self.sequence, step, epoch, generation, parent, self.rank, self.world.ranks, *sizes)
         with memoryview(self.maps[number]) as view:
             segment.unseal(view)
-            view[segment.HEADER_BYTES : segment.HEADER_BYTES + PAYLOAD] = payload(self.rank, step, generation)
-            segment.write(view, header, b"{}")
+            view[segment.HEADER_BYTES : segment.HEADER_BYTES + len(state)] = state
+            segment.write(view, header, meta)
             segment.seal(view, self.sequence)
-        if granted:
-            self.holds += 1
-            self.held[number] = self.holds
-            self.node.hear(self.rank, {"kind": "snapshot.hold", "buffer": number, "hold": self.holds})
-        return number, self.holds if granted else 0
+        return number, self._hold(number) if hold else 0
+
+    def _hold(self, number: int) -> int:
+        """Keep a buffer for one more tier; 0 where too few would be left."""
+        if not grants(len(self.current), self.held.keys() & set(self.current), number):
+            return 0
+        self.holds += 1
+        self.held[number] = self.holds
+        self.node.hear(self.rank, {"kind": "snapshot.hold", "buffer": number, "hold": self.holds})
+        return self.holds
 
     def _header(self, buffer: int) -> Header | str:
         with memoryview(self.maps[buffer]) as view:

@@ -23,7 +23,7 @@ from everstep.checkpoint.peer import COPY_BUFFERS, Peer
 from everstep.checkpoint.shares import shares
 from everstep.recovery.api import Child, Message
 from everstep.testing.nodes import Net, SimNode, StillClock, roster
-from everstep.testing.peer_parts import PAYLOAD, Broken, SimPorter, SimWorker
+from everstep.testing.peer_parts import PAYLOAD, Broken, SimPorter, SimWorker, payload
 
 PLENTY = Memory(1 << 40)
 TICK_S = 0.3
@@ -66,13 +66,25 @@ class Job:
         for n in range(nodes):
             node = SimNode(f"n{n}", self.net, self.clock, self.nodes, self._spawn)
             node.losing, node.address = (losing, self.draw), address
-            shelf = NodeShelf(for_copies=COPY_BUFFERS, look=look)
-            (share,) = shares(shelf, 1)
             domain = (domains or {}).get(node.name, "")
-            node.ride(shelf)
-            node.ride(Peer(shelf, share, domain=domain, look=look, **settings))
+            self._equip(node, look, {**settings, "domain": domain})
         for node in self.alive:
             node.nodes([other.name for other in self.alive])
+
+    def _equip(self, node: SimNode, look: Callable[[], Memory], settings: Mapping[str, Any]) -> None:
+        """Have a node's companions ride on its agent."""
+        shelf = NodeShelf(for_copies=COPY_BUFFERS, look=look)
+        (share,) = shares(shelf, 1)
+        node.ride(shelf)
+        node.ride(Peer(shelf, share, look=look, **settings))
+
+    def state(self, rank: int, step: int, generation: int) -> tuple[bytes, bytes]:
+        """See `peer_parts.World.state`: nothing but bytes."""
+        return payload(rank, step, generation), b"{}"
+
+    def durable(self, rank: int, source: Message) -> tuple[int, int] | str:
+        """See `peer_parts.World.durable`: there is no disk here."""
+        raise Broken(f"rank {rank} is to begin from {source}")
 
     @property
     def alive(self) -> list[SimNode]:

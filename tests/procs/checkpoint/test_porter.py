@@ -44,9 +44,9 @@ class Node:
             self.said[len(self.said) + random.random()] = got[0]
         raise AssertionError(f"{kind} was not said in {limit_s} s; said: {list(self.said.values())}")
 
-    def expect(self, into, transfer="t", ticket=None):
+    def expect(self, into, transfer="t", ticket=None, beside=()):
         ticket = ticket or random.randbytes(32).hex()
-        self.child.send({"kind": "expect", "transfer": transfer, "ticket": ticket}, [into.fd])
+        self.child.send({"kind": "expect", "transfer": transfer, "ticket": ticket}, [into.fd, *beside])
         self.hear("expecting", transfer)
         return ticket
 
@@ -124,6 +124,32 @@ def test_a_checksum_that_somebody_left_is_compared_and_a_flipped_byte_named(node
     assert again.header() == "void: not sealed"
 
 
+@pytest.mark.parametrize("harm", ["none", "another step", "a byte", "void", "no description"])
+def test_what_a_rank_there_has_is_not_sent_and_all_is_sent_where_it_is_not_the_same(nodes, memory, harm):
+    a, b = nodes()
+    rows = 2048  # of 32 bytes: 64 KiB of a shard, 64 KiB that all ranks have
+    source, into = memory.sealed(rank=0, rows=rows), memory(256 << 10)
+    beside = memory.sealed(rank=1, rows=rows, step=8 if harm == "another step" else 7)
+    header = segment.parse(content(beside))
+    layout = rank_state(1, 2, 7, rows=rows).layout
+    bias = next(leaf for leaf in layout.leaves() if leaf.path == "model/bias")
+    if harm == "a byte":
+        os.pwrite(beside, bytes([os.pread(beside, 1, HEADER_BYTES + bias.offset)[0] ^ 1]), HEADER_BYTES + bias.offset)
+    elif harm == "void":
+        os.pwrite(beside, bytes(16), 8)
+    elif harm == "no description":
+        os.pwrite(beside, b"{", header.meta_offset + 4)
+    a.send(source, b.port, b.expect(into, beside=[beside]))
+    kept, sent = b.hear("received|refused"), a.hear("sent|refused")
+    assert (kept["kind"], sent["kind"]) == ("received", "sent")
+    whole = content(source)
+    assert content(into.fd)[: len(whole)] == whole
+    least, most = {"none": (0, len(whole) - bias.nbytes), "a byte": (len(whole) + 1, 2 * len(whole))}.get(
+        harm, (len(whole), len(whole))
+    )
+    assert least <= kept["bytes"] == sent["bytes"] <= most
+
+
 def test_what_is_not_the_snapshot_that_was_to_be_sent_is_not_sent(nodes, memory):
     a, b = nodes()
     into = memory(64 << 10)
@@ -165,10 +191,16 @@ def test_garbage_and_half_a_greeting_change_nothing_and_end(nodes, memory):
 
 def test_one_who_has_the_ticket_and_sends_nonsense_is_refused_and_leaves_nothing(nodes, memory):
     (b,) = nodes(1)
+    whole = content(memory.sealed())
+    begins = segment.parse(whole).meta_offset
+    elsewhere = whole[:80] + bytes([255]) + whole[81:]  # where its payload begins
     for length, body, text in (
         (1 << 40, b"", "are announced, for memory of"),
         (8192, b"x" * 8192, "damaged: not a snapshot buffer"),
-        (8192, b"x" * 5000, "the sender has gone after 5000 of 8192 bytes"),
+        (len(whole), whole[:4000], f"gone after 4000 of {HEADER_BYTES} bytes"),
+        (len(whole), whole[:HEADER_BYTES] + b"x", f"the sender has gone at byte {begins + 1} of {len(whole)}"),
+        (len(whole) + 1, whole, f"{len(whole) + 1} bytes came, where its header says {len(whole)}"),
+        (len(whole), elsewhere, "which cannot be"),
     ):
         into = memory(64 << 10)
         ticket = b.expect(into, text)

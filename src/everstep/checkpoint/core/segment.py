@@ -191,6 +191,16 @@ def step_of(buffer: Readable) -> int:
     return int(_BODY.unpack_from(buffer, _BODY_AT)[3]) if sealed and inverted == sealed ^ _ALL_ONES else 0
 
 
+def claimed(head: Readable) -> Header | None:
+    """Return what a header area says, unverified: its description may not be there yet. None for what is none of ours.
+
+    Whoever acts on it holds it against what there is.
+    """
+    fields = _BODY.unpack_from(head, _BODY_AT)
+    ours = bytes(head[:_SEAL_AT]) == MAGIC and fields[:2] == (VERSION, HEADER_BYTES)
+    return _header(fields) if ours else None
+
+
 def parse(buffer: Readable) -> Header | str:
     """Return the header of a sealed and undamaged buffer, else why there is none."""
     with memoryview(buffer) as view:
