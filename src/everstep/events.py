@@ -120,7 +120,7 @@ class GenerationStarted(Event):
     world_size: int
     members: tuple[tuple[int, int, int, str], ...]  # (rank, slot, pid, why: kept | spare | started)
     restore_step: int | None = None  # last step done in the restored state; None: from the beginning
-    restored_from: str | None = None  # memory | disk | …
+    restored_from: str | None = None  # memory | peer | local | disk: the furthest that any rank went to
     reason: str = ""
 
 

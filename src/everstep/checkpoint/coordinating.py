@@ -6,7 +6,6 @@ Rule 2: only writers of this node merge: here are the fragments.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from everstep.checkpoint.core import commit, names, succession
 from everstep.checkpoint.core.final import newest_common
@@ -86,11 +85,9 @@ class Coordinating(NodeWords):
                 super()._do(save, command)
 
     def _ended(self, save: commit.Save) -> None:
+        self._stock_at = self._number, self._stock_at[1] + 1
         self._forget(save.token, save.phase.value)
         self._tell_all("ended", save=save.token, phase=save.phase.value, condemned=self._condemned, **self._stock())
-
-    def _stock(self) -> dict[str, Any]:
-        return {"complete": self._rows()}
 
     def _next(self) -> None:
         if self._leads and not self._hopeless:

@@ -1,43 +1,17 @@
 """How what all nodes know comes together where it is decided from what a generation begins; see `node_shelf`.
 
-Facts are told to the node of rank 0, again until its plan is there. They are read when they come: what cannot be read
-never counts as told, so nothing of it can go wrong where it is decided.
+Facts are told to the node of rank 0, again until its plan is there. What they are, and what follows: core/telling.py.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from everstep.checkpoint.core.copies import Copy, Place, merged, version_of
-from everstep.checkpoint.core.plan import Committed
+from everstep.checkpoint.core.telling import checked
 from everstep.recovery.api import Message, NodeHost
 
 TELL_AGAIN_S = 2.0
 Roster = list[int]
 """Epoch and generation."""
 Decide = Callable[[Mapping[str, Message]], None]
-
-
-def checked(node: str, facts: Message) -> Message:
-    """Return what a node has told. Raises LookupError, TypeError or ValueError where it cannot be read."""
-    for row in facts["copies"]:
-        Copy.from_row(node, row)
-    for one in facts["struck"]:
-        Place(*one)
-    merged([facts["branches"]])
-    version_of(facts["counted"])
-    older_of(facts)
-    _ = [(str(tier), int(step)) for tier, step in facts["struck_older"]]
-    return facts
-
-
-def older_of(facts: Message) -> list[Committed]:
-    """Return what slower tiers have, as a node has told."""
-    return [Committed(int(step), str(tier), dict(where), world) for step, tier, where, world in facts["older"]]
-
-
-def older_rows(older: Any) -> list[list[Any]]:
-    """Write what `older_of` reads."""
-    return [[one.step, one.tier, dict(one.where), one.world_size] for one in older]
 
 
 class Council:

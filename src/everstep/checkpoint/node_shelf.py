@@ -22,23 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from everstep.checkpoint.core.copies import (
-    Copy,
-    Decision,
-    Place,
-    Version,
-    agreed,
-    alive,
-    decide,
-    heard,
-    keepers,
-    merged,
-    version_of,
-)
+from everstep.checkpoint.core.copies import Copy, Decision, Place, Version, alive, heard, merged, version_of
 from everstep.checkpoint.core.placement import NOWHERE, Placement
 from everstep.checkpoint.core.plan import MEMORY, Branch, Plan
 from everstep.checkpoint.core.segment import Header
-from everstep.checkpoint.council import Council, checked, older_of, older_rows
+from everstep.checkpoint.core.telling import checked, conclude, facts
+from everstep.checkpoint.council import Council
 from everstep.checkpoint.lending import Lender
 from everstep.checkpoint.segments import Segment, SegmentSet
 from everstep.checkpoint.shelf import Ask, Shelf
@@ -77,6 +66,7 @@ class NodeShelf(Shelf):
         self._failed: dict[int, str] = {}
         self._lent = 0
         self._origins: dict[tuple[int, int], Place] = {}  # of buffers that came from elsewhere
+        self._from_peers = False  # some rank of the present roster begins from a replica
 
     # several nodes
 
@@ -126,8 +116,10 @@ class NodeShelf(Shelf):
         self._council.start(self._node_host)
 
     def on_nodes(self, nodes: Mapping[str, str]) -> None:
-        """See `NodeCompanion.on_nodes`: whoever is gone need not be awaited."""
+        """See `NodeCompanion.on_nodes`: whoever is gone need not be awaited, and what it had is gone with it."""
         self._several = self._several or len(nodes) > 1
+        for node in self._heard.keys() - nodes.keys():
+            del self._heard[node]
         self._council.on_nodes(nodes)
 
     def on_node_message(self, node: str, message: Message) -> None:
@@ -163,7 +155,6 @@ class NodeShelf(Shelf):
         self._asks.clear()
         self._offered.clear()
         self._newest_hold.clear()  # see `Shelf.on_roster`
-        self._newest_hold.clear()
         self._forget_retired()
         self.plan = None
         heard_of, self._heard = self._heard, {}
@@ -173,13 +164,16 @@ class NodeShelf(Shelf):
             self._council.enter(
                 [roster.epoch, roster.generation], self.leader, set(self.homes.values()), self.telling()
             )
-        follows = {"follows": True, "restore": self._summary()}  # of ranks elsewhere the ledger alone wants to know
-        return {rank: self._told_ranks.get(rank, follows) for rank in range(roster.world_size)}
+        world = self._of_the_world()  # of ranks elsewhere the ledger alone wants to know
+        follows = {"follows": True, "restore": world}
+        return {rank: {**self._told_ranks.get(rank, follows), "world": world} for rank in range(roster.world_size)}
 
-    def _summary(self) -> Message | None:
-        """What all begin from, where it is known."""
+    def _of_the_world(self) -> Message | None:
+        """What all begin from, where it is known; its tier is the furthest that any rank has to go to."""
         plan = self.plan
-        return None if plan is None or plan.step is None else {"step": plan.step, "tier": plan.tier}
+        if plan is None or plan.step is None:
+            return None
+        return {"step": plan.step, "tier": PEER if self._from_peers else plan.tier}
 
     def telling(self) -> Message:
         """What lies here and of which generations this node knows, when all of its ranks have left the last one."""
@@ -188,14 +182,9 @@ class NodeShelf(Shelf):
         ]
         replicas = self.lender.replicas() if self.lender is not None else ()
         self._struck.clear()
-        return {
-            "copies": [copy.to_row() for copy in (*mine, *replicas)],
-            "branches": [[b.epoch, b.generation, b.parent] for b in self._branches],
-            "counted": self.lender.counted if self.lender is not None else None,
-            "struck": [list(place) for place in sorted(self._bad)],
-            "struck_older": [list(one) for one in sorted(self._struck_older)],
-            "older": older_rows(self.older() if self.older else ()),
-        }
+        counted = self.lender.counted if self.lender is not None else None
+        older = self.older() if self.older else ()
+        return facts((*mine, *replicas), self._branches, counted, self._bad, self._struck_older, older)
 
     def told(self, node: str, message: Message) -> None:
         """A node, perhaps this one, tells what `telling` has returned there; all hear it before the next roster."""
@@ -208,18 +197,10 @@ class NodeShelf(Shelf):
         """Decide from what these nodes have told; the same from the same, wherever it is done."""
         roster = self._roster
         assert roster is not None, "facts are for a roster"
-        branches = merged(facts["branches"] for facts in told.values())
-        struck = frozenset(Place(*place) for facts in told.values() for place in facts["struck"])
-        gone = {(str(tier), int(step)) for facts in told.values() for tier, step in facts["struck_older"]}
-        older = [c for c in older_of(told[self.leader]) if (c.tier, c.step) not in gone]
-        copies = [Copy.from_row(node, row) for node, facts in sorted(told.items()) for row in facts["copies"]]
-        self.keepers = keepers(copies)
-        decision = decide(self.homes, copies, branches, older, struck)
-        counted = [version_of(facts["counted"]) for facts in told.values()]
-        begun = [*branches, Branch(roster.epoch, roster.generation, decision.plan.parent)]
-        self.counted = agreed(counted, begun)
-        self._decided = (roster.epoch, roster.generation), decision, branches
-        self._follow(decision, branches)
+        found = conclude(told, self.homes, self.leader, roster.epoch, roster.generation)
+        self.keepers, self.counted = found.keepers, found.counted
+        self._decided = (roster.epoch, roster.generation), found.decision, found.branches
+        self._follow(found.decision, found.branches)
 
     def _tell_plan(self, node: str) -> None:
         assert self._decided is not None, "called where it is decided"
@@ -252,7 +233,7 @@ class NodeShelf(Shelf):
         needed = {(place.rank, place.number) for place in lent if not place.replica}
         self._let_go_of_those_elsewhere(needed)
         self._begun_from = {}
-        self.plan = plan
+        self.plan, self._from_peers = plan, decision.from_peers
         other = decision.resharded
         self._unsettled = set(self.here) if other else set()
         self._announce()  # before a rank that waits is answered
@@ -301,12 +282,16 @@ class NodeShelf(Shelf):
         if other:
             self._begun_from[rank] = buffer
             if len(self._begun_from) == plan.saved_by:
-                self._tell_those_here({"step": plan.step, "tier": MEMORY, "saved_by": plan.saved_by})
+                self._tell_those_here(
+                    {"step": plan.step, "tier": MEMORY, "saved_by": plan.saved_by, **self._furthest(self._from_peers)}
+                )
             return
-        source = {"step": plan.step, "tier": MEMORY, "buffer": buffer}
-        if copy.replica:
-            source["from"] = PEER
+        source = {"step": plan.step, "tier": MEMORY, "buffer": buffer, **self._furthest(copy.replica)}
         self._tell_rank(rank, source)
+
+    def _furthest(self, replica: bool) -> Message:
+        """What a rank says of the tier that it begins from, where that is not its own memory."""
+        return {"from": PEER} if replica else {}
 
     def _tell_those_here(self, source: Message | None = None) -> None:
         """All ranks here begin alike: from a slower tier, a world of another size, or the beginning."""

@@ -14,12 +14,12 @@ Rule 1: a word that does not fit who coordinates, as this node knows it, waits u
 after the other. What a node said that is gone counts no more.
 Rule 2: a successor first hears from every node that is left how the save stands there, and then decides
 (core/succession.py).
-Rule 3: what a generation may begin from is what was told before its roster, in one node's words: never what a node
-finds in the directory by itself (CL-05).
+Rule 3: what a generation may begin from is what was told before its roster: never what a node finds in the directory by
+itself (CL-05).
+Rule 4: what is whole is told with a number that grows: words that were overtaken make nobody forget a checkpoint.
 """
 
 import os
-from collections.abc import Sequence
 from typing import Any, cast
 
 from everstep.checkpoint.core import commit, names, retention
@@ -61,6 +61,7 @@ class NodeWords(Disk):
         self._nodes: tuple[str, ...] = ()  # that are here, the coordinator first
         self._homes: dict[int, str] = {}  # on which node a rank stands in the present roster
         self._places: dict[int, str] = {}  # on which node a rank's snapshot lies, of the open save
+        self._number = 0  # of this node among those that the job began with
         self._token, self._world = "", 0  # of the save that is open as far as this node knows
         self._ended_as = ("", "")
         self._ordered: set[int] = set()  # ranks here whose writers were asked
@@ -71,6 +72,7 @@ class NodeWords(Disk):
         self._standings: dict[str, Standing] | None = None  # while we succeed a coordinator
         self._lasts: dict[str, list[Sealed]] | None = None  # while we ask what of the last step is there
         self._hopeless = ""
+        self._stock_at = (-1, 0)  # the number of who coordinated, and how often what is whole had changed with it
         self._done = -1  # the generation of which the coordinator has said that all is written
 
     # who is here
@@ -238,7 +240,7 @@ class NodeWords(Disk):
 
     def _hear_of_the_end(self, token: str, message: Message) -> None:
         self._condemned = list(map(int, message["condemned"]))
-        self._take_stock_of(message["complete"])
+        self._take_stock_of(message)
         if token == self._token or (not self._token and token == self._ended_as[0]):
             self._forget(token, str(message["phase"]))
         self._host.recheck()
@@ -254,13 +256,19 @@ class NodeWords(Disk):
         for rank in self._own:
             self._host.send(rank, said)
 
-    def _rows(self) -> list[list[Any]]:
+    def _stock(self) -> dict[str, Any]:
         """Step, size of its world and metrics of each that is whole, as they are told."""
         known = self.inventory
-        return [[step, known.sizes.get(step), dict(known.metrics.get(step, {}))] for step in sorted(known.complete)]
+        rows = [[step, known.sizes.get(step), dict(known.metrics.get(step, {}))] for step in sorted(known.complete)]
+        return {"complete": rows, "stock": list(self._stock_at)}
 
-    def _take_stock_of(self, rows: Sequence[Sequence[Any]]) -> None:
-        known = self.inventory
+    def _take_stock_of(self, told: Message) -> None:
+        """Know what is whole as somebody has told it, unless we know better (rule 4)."""
+        number, count = map(int, told["stock"])
+        if (number, count) <= self._stock_at:
+            return
+        self._stock_at = number, count
+        known, rows = self.inventory, told["complete"]
         known.complete = {int(step) for step, _, _ in rows}
         for step, size, metrics in rows:
             known.sizes[int(step)], known.metrics[int(step)] = int(size), dict(metrics)

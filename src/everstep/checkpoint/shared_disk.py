@@ -64,9 +64,11 @@ class SharedDisk(Coordinating):
         self._standings = {}
 
     def _begin(self) -> None:
-        self._attempts = self._nodes.index(self._me) * STRIDE
+        self._number = self._nodes.index(self._me)
+        self._attempts = self._number * STRIDE
         if self._first:
             super().start(self._host)
+            self._stock_at = self._number, 0
             return
         self._writers_begun = Writers(self._host, self.directory, "", self._patience.sign_s)
 
@@ -79,7 +81,7 @@ class SharedDisk(Coordinating):
     def telling(self) -> Message:
         """See `TellingCompanion.telling`."""
         job = self._job if self._first else self._told_job
-        return {"job": job, "complete": self._rows(), "struck": sorted(self.inventory.struck)}
+        return {"job": job, "struck": sorted(self.inventory.struck), **self._stock()}
 
     def told(self, node: str, message: Message) -> None:
         """See `TellingCompanion.told`."""
@@ -101,9 +103,10 @@ class SharedDisk(Coordinating):
         words = self._words.get(self._nodes[0], {})
         for node in self._nodes:
             self.inventory.struck |= {int(step) for step in self._words.get(node, {}).get("struck", ())}
+            if node in self._words:
+                self._take_stock_of(self._words[node])
         if not self._first:
             self._told_job = str(words.get("job", ""))
-            self._take_stock_of(words.get("complete", ()))
             if not is_url(self.directory) and self._told_job:
                 self._writers.use_lock(os.path.join(self.directory, names.owner(self._told_job)))
         self._writers.start(self._own or [-1])

@@ -152,7 +152,7 @@ class Snapshotter:
         if source is None or source["tier"] != MEMORY:
             return None
         if "saved_by" in source:
-            return self._restore_from_others(source["step"])
+            return self._restore_from_others(source["step"], source.get("from", MEMORY))
         return self.restore_from(source["step"], source.get("from", MEMORY), *self._source(source))
 
     def restore_from(
@@ -169,7 +169,7 @@ class Snapshotter:
         size = self.bound.restore(layout, payload, refused)
         return Recovered(step, tier, size, self._clock.now() - started, str(self.instructions.get("reason", "")))
 
-    def _restore_from_others(self, step: int) -> Recovered:
+    def _restore_from_others(self, step: int, tier: str) -> Recovered:
         """From what all ranks of a world of another size have in this node's memory."""
         self._asked += 1
         self._send({"kind": "snapshot.open", "ask": self._asked})
@@ -178,7 +178,7 @@ class Snapshotter:
             others = self._others = Others(step, message["ranks"], message["buffers"], fds)
             made = self.bound.reshard(others.layouts, others.digest)
             others.take(made)
-            recovered = self.restore_from(step, MEMORY, made.layout, others.bytes_of, made.refused)
+            recovered = self.restore_from(step, tier, made.layout, others.bytes_of, made.refused)
             others.check()
         except Unreadable as error:
             self._damaged(error.buffer, step, error.why, of=error.rank)

@@ -17,14 +17,14 @@ class RankState:
     payload: bytes
 
 
-def rank_state(rank: int, world_size: int, step: int, rows: int = 4, columns: int = 8) -> RankState:
-    """Return a state that is a function of its arguments.
+def rank_state(rank: int, world_size: int, step: int, rows: int = 4, columns: int = 8, line: str = "") -> RankState:
+    """Return a state that is a function of its arguments. `line`: who made it, where two may have made the same step.
 
     A sharded and a replicated weight, a tied one, a buffer of the rank's own, a scalar, plain values, a generator.
     """
     size = 4 * rows * columns
-    whole = random.Random(f"shared {step}").randbytes(size)
-    own = random.Random(f"own {step} {rank}")
+    whole = random.Random(f"shared {step}{line}").randbytes(size)
+    own = random.Random(f"own {step} {rank}{line}")
     parts = [
         (Leaf("model/weight", "float32", (rows, columns), size, global_shape=(rows * world_size, columns),
               offsets=(rows * rank, 0), placements=("S(0)",)), own.randbytes(size)),

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from everstep.checkpoint.core.budget import Memory
+from everstep.launcher.agent import ledger
 from everstep.testing.nodes import roster
 from everstep.testing.peer_parts import Broken
 from everstep.testing.peer_world import Job
@@ -64,6 +65,31 @@ def test_a_lost_node_costs_the_interval_that_was_achieved_and_the_line_says_whos
     assert "rank 2" in plan(j).reason
     assert " s old" in plan(j).reason
     until_counted(j, counted + 5)  # and copies are made anew
+
+
+@pytest.mark.parametrize("all_hear", [True, False])
+def test_what_the_world_begins_from_is_the_furthest_tier_of_any_rank_and_each_rank_s_its_own(job, all_hear):
+    j = job(17, nodes=3, per_node=1, all_hear=all_hear)
+    j.begin()
+    until_counted(j, 4)
+    j.kill_worker(0)
+    j.begin()
+    assert {name: told[0]["world"]["tier"] for name, told in entered(j).items()} == dict.fromkeys(j.nodes, "memory")
+    j.kill_node("n1")
+    j.begin()
+    step = j.begun[-1][0]
+    for told in entered(j).values():
+        assert {words["world"]["tier"] for words in told.values()} == {"peer"}
+        begun = ledger.generation(roster(2, j.homes), {rank: {"snapshot": words} for rank, words in told.items()})
+        assert (begun.restore_step, begun.restored_from) == (step, "peer")
+    own = [w.told["restore"].get("from", "memory") for _, w in sorted(j.workers.items())]
+    assert own == ["memory", "peer", "memory"]
+
+
+def entered(job):
+    """What each node's memory tier says of all ranks, were it asked again with the plan that it has."""
+    shelves = {node.name: node.companions["snapshot"] for node in job.alive}
+    return {name: {rank: {"world": shelf._of_the_world()} for rank in job.homes} for name, shelf in shelves.items()}
 
 
 def test_the_node_of_rank_0_may_go_like_any_other(job):
@@ -277,7 +303,8 @@ def test_a_world_that_shrinks_to_one_node_takes_up_what_all_ranks_had_with_the_c
     told = {}
     left.enter(roster(1, {0: "n0"}), told.__setitem__)
     shelf = left.companions["snapshot"]
-    assert told[0]["snapshot"]["restore"] == {"step": counted, "tier": "memory", "saved_by": 2}
+    assert told[0]["snapshot"]["restore"] == {"step": counted, "tier": "memory", "saved_by": 2, "from": "peer"}
+    assert told[0]["snapshot"]["world"] == {"step": counted, "tier": "peer"}
     assert "1 rank takes it up" in shelf.plan.reason
     shelf.on_message(0, {"kind": "snapshot.open", "ask": 1}, ())
     j.settle()

@@ -12,6 +12,7 @@ from everstep.checkpoint.load import open_checkpoint
 from everstep.checkpoint.scribe import Scribe
 from everstep.clock import SystemClock
 from everstep.errors import CheckpointError
+from everstep.recovery.core.words import Incarnation, Member, Roster
 from everstep.recovery.link import Link
 from everstep.testing.disk_bench import no_metadata
 from everstep.testing.disks import UnsyncedFiles
@@ -123,6 +124,24 @@ def _killed(tmp_path, seed, at, nodes, victim, in_flight):
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_coordinator_that_dies_at_any_word_of_a_save_leaves_one_of_the_states_saved(tmp_path, at, nodes):
     _killed(tmp_path / "ckpt", 7 * at + nodes, at, nodes, 0, in_flight=bool(at % 2))
+
+
+def test_words_that_were_overtaken_make_no_node_forget_a_checkpoint(world):
+    """Node 0 tells what is whole, commits one more and says so; node 1 hears of the commit before the roster."""
+    w = world(2)
+    w.until_commits(1)
+    w.hub.settle()
+    first, second = (node.disk for node in w.hub.nodes.values())
+    whole = [one.step for one in second.committed()]
+    told = first.telling()
+    w.until_commits(2)
+    w.hub.settle()
+    newer = [one.step for one in second.committed()]
+    assert max(newer) > max(whole)
+    second.told("node-0", told)
+    members = tuple(Member(r, Incarnation("b", 9, 1), home, r, False, "kept") for r, home in w.hub.homes.items())
+    second.on_roster(Roster(0, 1, members))
+    assert [one.step for one in second.committed()] == newer
 
 
 def _life(tmp_path, seed):

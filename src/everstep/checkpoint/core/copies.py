@@ -84,11 +84,8 @@ class Decision:
     plan: Plan
     sources: Mapping[int, Copy]
     world_size: int
-
-    @property
-    def from_peers(self) -> bool:
-        """True where a replica is taken."""
-        return any(copy.replica for copy in self.sources.values())
+    from_peers: bool = False
+    """True where a replica is taken, for whichever rank: `sources` may name those of one node alone."""
 
     @property
     def resharded(self) -> bool:
@@ -103,6 +100,7 @@ class Decision:
         return {
             "step": plan.step, "tier": plan.tier, "reason": plan.reason, "unfit": plan.unfit,
             "saved_by": plan.saved_by, "sources": [[c.node, *c.to_row()] for c in theirs], "lent": lent,
+            "from_peers": self.from_peers,
             "committed": None if committed is None else [dict(committed.where), committed.world_size],
         }  # fmt: skip
 
@@ -119,7 +117,7 @@ def heard(message: Mapping[str, Any], world_size: int) -> tuple[Decision, set[Pl
         saved_by=message["saved_by"],
     )  # fmt: skip
     lent = {Place(*place) for place in message["lent"]}
-    return Decision(plan, {c.snapshot.rank: c for c in sources}, world_size), lent
+    return Decision(plan, {c.snapshot.rank: c for c in sources}, world_size, bool(message["from_peers"])), lent
 
 
 def keepers(copies: Iterable[Copy]) -> dict[int, tuple[str, ...]]:
@@ -150,9 +148,8 @@ def decide(
         plan = choose(len(homes), numbered, branches, older, unable=frozenset({MEMORY}))
     sources = {rank: near[n] for rank, n in sorted(plan.sources.items())}
     told = _told(sources, homes)
-    return Decision(
-        replace(plan, reason=f"{plan.reason}; {told}" if told else plan.reason, void=()), sources, len(homes)
-    )
+    plan = replace(plan, reason=f"{plan.reason}; {told}" if told else plan.reason, void=())
+    return Decision(plan, sources, len(homes), any(copy.replica for copy in sources.values()))
 
 
 def alive(snapshot: Sealed, branches: Sequence[Branch], plan: Plan = _BEGINNING) -> bool:

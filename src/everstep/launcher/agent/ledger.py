@@ -17,8 +17,12 @@ def fault(known: words.Fault, mark_s: float | None) -> FaultNoticed:
 
 
 def generation(roster: words.Roster, told: Mapping[int, Mapping[str, Any]]) -> GenerationStarted:
-    """A roster that is entered, and where its state comes from: as rank 0 was told, for all are told alike."""
-    restore = (told.get(0, {}).get("snapshot") or {}).get("restore") or {}
+    """A roster that is entered, and where its state comes from: as rank 0 was told, for all are told alike.
+
+    Where ranks of one step go to tiers of their own (memory, a copy on another node), the furthest is the world's.
+    """
+    snapshot = told.get(0, {}).get("snapshot") or {}
+    restore = snapshot.get("world") or snapshot.get("restore") or {}
     return GenerationStarted(
         epoch=roster.epoch, number=roster.generation, world_size=roster.world_size,
         members=tuple((m.rank, m.rank, m.incarnation.pid, m.why) for m in roster.members),
