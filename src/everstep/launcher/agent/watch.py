@@ -8,8 +8,8 @@ from everstep.launcher.agent.worker import Worker
 from everstep.launcher.core import limits
 from everstep.launcher.core.learned import Lesson
 from everstep.launcher.core.memory import Glance, Memory
+from everstep.launcher.glances import glance
 from everstep.process import kernel
-from everstep.process.page import Phase
 
 INTERVAL_S = 0.2
 MOST_LESSONS = 1000
@@ -114,28 +114,7 @@ class Watch:
 
 
 def _glance(rank: int, worker: Worker) -> Glance:
-    page = worker.look()
-    stat = kernel.status(worker.process.pid)
-    return Glance(
-        rank=rank,
-        generation=page.generation,
-        step=page.step,
-        from_step=page.from_step,
-        undeclared=page.undeclared,
-        turns=page.turns,
-        turned_s=page.turned_s,
-        places=page.places,
-        phase=Phase.WORDS.get(page.phase, "none"),
-        mark_s=page.mark_s,
-        moved_s=page.moved_s,
-        state="Z" if stat is None else "S" if worker.held and stat.state == "t" else stat.state,
-        cpu_s=stat.cpu_s if stat is not None else 0.0,
-        pinged=page.pinged,
-        limit_s=page.limit_s,
-        name=page.name,
-        asked_s=worker.probe_sent,
-        heard_s=worker.heard_s,
-        waiting=bool(worker.waiting),
-        stack=worker.stack,
-        inside=worker.inside,
-    )
+    return glance(
+        rank, worker.look(), kernel.status(worker.process.pid), asked_s=worker.probe_sent, heard_s=worker.heard_s,
+        waiting=bool(worker.waiting), stack=worker.stack, inside=worker.inside, held=worker.held,
+    )  # fmt: skip

@@ -5,6 +5,7 @@ from typing import Any
 
 from everstep.launcher.core.learned import Lesson
 from everstep.launcher.core.memory import Glance, Memory
+from everstep.launcher.glances import glance
 from everstep.launcher.peers.core.books import JUMP_S
 from everstep.process import kernel
 from everstep.process.page import Page, Phase
@@ -60,30 +61,10 @@ class Eyes:
         return jumped
 
     def _glance(self) -> Glance:
-        page, stat = self._page.read(), kernel.status(self._pid)
-        return Glance(
-            rank=self.rank,
-            generation=page.generation,
-            step=page.step,
-            from_step=page.from_step,
-            undeclared=page.undeclared,
-            turns=page.turns,
-            turned_s=page.turned_s,
-            places=page.places,
-            phase=Phase.WORDS.get(page.phase, "none"),
-            mark_s=page.mark_s,
-            moved_s=page.moved_s,
-            state=stat.state if stat is not None else "Z",
-            cpu_s=stat.cpu_s if stat is not None else 0.0,
-            pinged=page.pinged,
-            limit_s=page.limit_s,
-            name=page.name,
-            asked_s=self._asked_s,
-            heard_s=self._heard_s,
-            waiting=self._waiting,
-            stack=self.stack,
-            inside=self._inside,
-        )
+        return glance(
+            self.rank, self._page.read(), kernel.status(self._pid), asked_s=self._asked_s, heard_s=self._heard_s,
+            waiting=self._waiting, stack=self.stack, inside=self._inside,
+        )  # fmt: skip
 
     def deaf_s(self, now: float) -> float:
         """Seconds since the ticker thread last ran inside a call; 0 outside of one."""
