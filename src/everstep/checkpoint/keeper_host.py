@@ -39,7 +39,7 @@ class KeeperHost:
         self.generation = -1
         self.rechecked: Callable[[], None] = lambda: None
         self._closed = False
-        self.taken_s: dict[tuple[int, int], float] = {}  # when each buffer was filled, by rank and buffer
+        self.taken_s: dict[tuple[int, int], float] = {}  # when each buffer was filled (monotonic), by rank and buffer
 
     def start(self) -> None:
         """Start all that rides here; raises EverstepError where a directory cannot serve."""
@@ -56,7 +56,7 @@ class KeeperHost:
     def said(self, rank: int, kind: str, message: Message) -> None:
         """A rank says something to what rides here."""
         if kind.endswith(".offer"):
-            self.taken_s[rank, int(message["buffer"])] = self.clock.wall()
+            self.taken_s[rank, int(message["buffer"])] = self.clock.now()
         if kind == f"{MAIN}.offer":
             self.ledger.taken(rank, message)
         companions: list[Companion] = [self.shelf, *self.tiers]

@@ -77,7 +77,7 @@ class OnDemand(Disk):
         self._limit_s = grace_s + (deadline_s() if opening.is_url(self.directory) else 0.0)  # a store has its own
         self._stuck = ""  # why no save is begun
         self._described = False  # a first one was
-        self.changed_s: dict[int, float] = {}  # wall time at which a checkpoint became durable, by step
+        self.durable_s: dict[int, float] = {}  # monotonic time at which a checkpoint became durable, by step
         self.wounds: list[tuple[int, str]] = []  # step, sentence: found when the directory was taken
         self._offers: dict[int, _Offer] = {}
         self._newest: dict[int, int] = {}  # the last number of each rank
@@ -176,7 +176,8 @@ class OnDemand(Disk):
     def _take_stock(self, findings: Findings) -> None:
         """What is whole is known; what is not is named, and never in the way of what is."""
         self.inventory.know(findings)
-        self.changed_s = {one.step: one.changed_s for one in findings.found}
+        now, wall = self._host.clock.now(), self._host.clock.wall()
+        self.durable_s = {one.step: now - max(0.0, wall - one.changed_s) for one in findings.found}
         for wound in findings.wounds:
             text = f"{wound.file} {wound.reason}"
             self.wounds.append((wound.step, f"step {wound.step} on {self.tier} is damaged ({text})"))
@@ -405,7 +406,7 @@ class OnDemand(Disk):
 
     def _durable(self, save: commit.Save, size: int, seconds: float) -> None:
         """Also give up what the ranks have gone back behind: whoever restores the newest would come back to it."""
-        self.changed_s[save.step], self._described = self._host.clock.wall(), True
+        self.durable_s[save.step], self._described = self._host.clock.now(), True
         behind = sorted((self._left_behind & self.inventory.complete) - {save.step})
         self._left_behind = frozenset()
         if behind and self._writers.prune(self._folders(behind), []):

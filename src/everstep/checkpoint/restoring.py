@@ -96,15 +96,18 @@ class Restoring:
         return found | set.intersection(*sealed)
 
     def _age(self, plan: Plan) -> float:
-        """Seconds since the state was taken (memory) or became durable; 0 where it cannot be told."""
+        """Seconds since the state was taken (memory) or became durable; 0 where it cannot be told.
+
+        By the monotonic clock: the time of day counts only for how old a checkpoint was when the directory was taken.
+        """
+        now = self._host.clock.now()
         if plan.tier == MEMORY:
-            taken = [self._host.taken_s.get(source, 0.0) for source in plan.sources.items()]
-            return round(max(0.0, self._host.clock.wall() - min(taken)), 3)
+            taken = [self._host.taken_s[source] for source in plan.sources.items() if source in self._host.taken_s]
+            return round(now - min(taken, default=now), 3)
         if plan.committed is None:
             return 0.0
         tier = next(one for one in self._host.tiers if one.tier == plan.tier)
-        changed = tier.changed_s.get(plan.committed.step)
-        return 0.0 if changed is None else round(max(0.0, self._host.clock.wall() - changed), 3)
+        return round(now - tier.durable_s.get(plan.committed.step, now), 3)
 
     def _go(self) -> None:
         plan = self._host.shelf.plan

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from everstep.errors import LedgerError, UsageError
-from everstep.events import Record, RunStarted
+from everstep.events import Record, RunStarted, Stamp
 from everstep.launcher.config import LaunchConfig
 
 
@@ -43,20 +43,28 @@ class Job:
 
 
 def last_started(run_dir: Path) -> RunStarted | None:
-    """Return the newest RunStarted in a run folder; None where there is none that can be read."""
-    found: list[tuple[float, RunStarted]] = []
+    """Return the newest RunStarted in a run folder; None where there is none that can be read.
+
+    Within one boot monotonic time decides, for the time of day may have been set back since; between boots, the time
+    of day of each boot's last.
+    """
+    last: dict[str, tuple[Stamp, RunStarted]] = {}
     for path in (run_dir / "events").glob("agent-*.jsonl"):
         with path.open(errors="replace") as lines:
-            found += [one for line in lines if '"RunStarted"' in line and (one := _read(line)) is not None]
-    return max(found, key=lambda one: one[0])[1] if found else None
+            found = [one for line in lines if '"RunStarted"' in line and (one := _read(line)) is not None]
+        for stamp, event in found:
+            known = last.get(stamp.boot_id)
+            if known is None or (stamp.mono_s, stamp.wall_s) > (known[0].mono_s, known[0].wall_s):
+                last[stamp.boot_id] = stamp, event
+    return max(last.values(), key=lambda one: one[0].wall_s)[1] if last else None
 
 
-def _read(line: str) -> tuple[float, RunStarted] | None:
+def _read(line: str) -> tuple[Stamp, RunStarted] | None:
     try:
         record = Record.from_json(line)
     except LedgerError:  # torn, or another version's: the report tells of it
         return None
-    return (record.stamp.wall_s, record.event) if isinstance(record.event, RunStarted) else None
+    return (record.stamp, record.event) if isinstance(record.event, RunStarted) else None
 
 
 def _same(before: str, now: str) -> bool:

@@ -334,4 +334,4 @@ def test_a_checkpoint_of_the_future_has_no_negative_age(three):
 def test_nothing_that_decides_about_checkpoints_asks_what_time_of_day_it_is(root):
     """Clocks jump: locks, leases and limits are by monotonic clocks, order is by steps."""
     asking = {path.name for path in (root / "src/everstep/checkpoint").rglob("*.py") if ".wall()" in path.read_text()}
-    assert asking == {"commands.py", "keeper_host.py", "ondemand.py", "restoring.py"}, "which show an age"
+    assert asking == {"commands.py", "ondemand.py"}, "which show an age"

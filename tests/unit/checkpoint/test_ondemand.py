@@ -4,16 +4,19 @@ import errno
 import os
 import random
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 
 from everstep.checkpoint.core import rotation
-from everstep.checkpoint.core.plan import Sealed
+from everstep.checkpoint.core.plan import MEMORY, Plan, Sealed
 from everstep.checkpoint.core.retention import Keep
 from everstep.checkpoint.load import open_checkpoint
 from everstep.checkpoint.ondemand import OnDemand
+from everstep.checkpoint.restoring import Restoring
 from everstep.checkpoint.snapshot import Taken
 from everstep.checkpoint.tier_client import TierClient
+from everstep.clock import SystemClock
 from everstep.testing.disk_bench import BUFFERS, BenchShelf, DiskBench
 from everstep.testing.disks import HostileFiles, UnsyncedFiles, Wound
 from everstep.testing.states import rank_state, snapshot
@@ -443,6 +446,53 @@ def test_what_was_measured_decides_what_stays(bench, tmp_path):
         b.work()
     b.close_all()
     assert on_disk(tmp_path) == ["step-2", "step-4"]
+
+
+class Jumping(SystemClock):
+    """Time passes when a test says so; the time of day is another thing."""
+
+    passed, day = 100.0, 1_700_000_000.0
+
+    def now(self):
+        return self.passed
+
+    def wall(self):
+        return self.day
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_time_of_day_that_jumps_makes_no_state_older_or_younger(bench, tmp_path, jump):
+    clock = Jumping()
+    b = bench(clock=clock)
+    b.save(1)
+    b.work()
+    age = Restoring(SimpleNamespace(clock=clock, tiers=[b.disk], taken_s={(0, 1): 101.0, (1, 2): 100.5}))._age
+    clock.passed, clock.day = clock.passed + 7, clock.day + jump
+    (committed,) = b.disk.committed()
+    assert age(Plan(1, "disk", "", committed=committed)) == 7.0
+    assert age(Plan(1, MEMORY, "", {0: 1, 1: 2})) == 6.5
+    assert age(Plan(1, MEMORY, "", {0: 0})) == 0.0, "it cannot be told"
+    b.disk.close()
+    os.utime(tmp_path / "ckpt" / "step-1", (clock.day - 20, clock.day - 20))
+    again = bench(clock=clock)
+    (committed,) = again.disk.committed()
+    age = Restoring(SimpleNamespace(clock=clock, tiers=[again.disk], taken_s={}))._age
+    clock.passed, clock.day = clock.passed + 2, clock.day - jump
+    assert age(Plan(1, "disk", "", committed=committed)) == 22.0, (
+        "as old as it was when the directory was taken, and 2 s"
+    )
+
+
+def test_a_directory_out_of_the_future_is_new_and_not_younger_than_that(bench, tmp_path):
+    b = bench(clock=Jumping())
+    b.save(1)
+    b.work()
+    b.disk.close()
+    os.utime(tmp_path / "ckpt" / "step-1", (Jumping.day + 3600, Jumping.day + 3600))
+    again = bench(clock=Jumping())
+    (committed,) = again.disk.committed()
+    age = Restoring(SimpleNamespace(clock=again.clock, tiers=[again.disk], taken_s={}))._age
+    assert age(Plan(1, "disk", "", committed=committed)) == 0.0
 
 
 class Seeded:

@@ -65,3 +65,21 @@ def test_a_new_folder_and_a_ledger_of_before_refuse_nobody(folder, tmp_path):
     for path in (folder / "run" / "events").iterdir():
         path.write_text(path.read_text().replace('"script":', '"no":'))
     assert job(folder, "other.py").check(folder / "run") == []
+
+
+@pytest.mark.parametrize(
+    ("begun", "newest"),
+    [
+        ([("b", 1.0, 7200.0), ("b", 2.0, 10.0)], 1),  # begun again when the time of day had been set back
+        ([("b", 2.0, 10.0), ("b", 1.0, 7200.0)], 0),
+        ([("b", 900.0, 50.0), ("c", 1.0, 60.0)], 1),  # after the machine was started anew
+        ([("b", 1.0, 7200.0), ("b", 2.0, 10.0), ("c", 1.0, 60.0)], 2),  # both
+    ],
+)
+def test_the_newest_is_found_though_the_time_of_day_has_jumped(tmp_path, begun, newest):
+    (tmp_path / "events").mkdir()
+    for number, (boot, mono, wall) in enumerate(begun):
+        event = RunStarted(job="j", argv=(), world_size=2, spares=1, script="s", arguments=(str(number),))
+        stamp = Stamp(mono_s=mono, wall_s=wall, boot_id=boot, pid=number, role="agent")
+        (tmp_path / "events" / f"agent-{number}.jsonl").write_text(Record(stamp=stamp, event=event).to_json())
+    assert last_started(tmp_path).arguments == (str(newest),)
