@@ -8,7 +8,8 @@ Rule 1: only the chunks that this rank needs are read, each whole, since a check
     another rank needs is hashed and dropped, a few MiB at a time.
 Rule 2: `prepare` reads and checks all of it, on several threads (reading and hashing both let go of the interpreter),
     before anything is written into the live objects. It keeps what fits its budget; the rest is read again when it is
-    used, and checked again. So host memory holds at most the budget beside one tensor.
+    used, and checked again. So host memory holds at most the budget beside one tensor; all ranks of a node together a
+    quarter of what they may have, beside one tensor each (CASES CL-18).
 """
 
 import os
@@ -95,9 +96,10 @@ class State:
     def prepare(self, budget_bytes: int | None = None, threads: int | None = None) -> int:
         """Read and check everything once; return the bytes of this rank's state. Raises DamagedCheckpoint.
 
-        At most `budget_bytes` are kept (left out: this rank's share of a quarter of what the machine has available).
+        At most `budget_bytes` are kept (left out: this rank's share of a quarter of what the machine, and the control
+        group, have available).
         """
-        budget = memory.read().available // 4 // self.layout.world_size if budget_bytes is None else budget_bytes
+        budget = memory.read().free // 4 // self.layout.world_size if budget_bytes is None else budget_bytes
         wanted = [leaf for leaf in self._leaves.values() if leaf.alias_of is None and leaf.path not in self.refused]
         jobs: list[Callable[[], None]] = []
         for leaf in wanted:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from everstep.checkpoint import catalog
+from everstep.checkpoint import catalog, memory
 from everstep.checkpoint.core import names
+from everstep.checkpoint.core.budget import Memory
 from everstep.checkpoint.core.reshard import Wish, reshard
 from everstep.checkpoint.load import open_checkpoint, open_for
 from everstep.checkpoint.publish import publish
@@ -251,3 +252,28 @@ def test_what_is_prepared_is_read_once_and_what_does_not_fit_is_checked_twice(wh
                     state.read("model/weight")
         shard[entry.data] ^= 1
         (path / "__0_0.distcp").write_bytes(shard)
+
+
+@pytest.mark.parametrize(
+    ("available", "group_free", "kept"),
+    [(1 << 40, None, True), (1 << 40, 1 << 40, True), (1 << 40, 0, False), (0, None, False), (0, 1 << 40, False)],
+)
+def test_what_is_kept_is_a_share_of_what_the_machine_and_the_control_group_have(
+    whole, monkeypatch, available, group_free, kept
+):
+    """CL-18: where a container may have less than its machine, the ranks in it would be killed together."""
+    monkeypatch.setattr(memory, "read", lambda: Memory(available, group_free, "/pod"))
+    with open_for(str(whole[0] / "step-40"), Pair(0)) as state:
+        assert state.prepare() > 0
+        assert any(state._kept.values()) is kept
+
+
+def test_all_ranks_together_keep_a_quarter_of_what_is_free(whole, monkeypatch):
+    with open_for(str(whole[0] / "step-40"), Pair(0)) as state:
+        size = state.prepare(budget_bytes=1 << 30)
+        quarter = 4 * Pair.world_size * size
+        for free, all_of_it in ((quarter, True), (quarter - 1, False)):
+            monkeypatch.setattr(memory, "read", lambda free=free: Memory(1 << 40, free, "/pod"))
+            state._kept.clear()
+            state.prepare()
+            assert (sum(map(len, state._kept.values())) == size) is all_of_it

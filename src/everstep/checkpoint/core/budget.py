@@ -27,6 +27,11 @@ class Memory:
     group_free: int | None = None  # what the control group still allows; None: no limit
     group: str = ""
 
+    @property
+    def free(self) -> int:
+        """What can be had: a control group may leave less than the machine has."""
+        return self.available if self.group_free is None else min(self.available, self.group_free)
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
