@@ -15,6 +15,7 @@ epochs costs nothing and keeps every sample at exactly once an epoch; `endless=F
     2 ranks      0 1 0 1 0   1   0 1 0 1 0   …
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,7 @@ class GlobalSampler:
     The loader's `state_dict` takes the position along, as of the last batch handed out: what loader workers have
     prefetched is not counted as used. Iterate one at a time; a new `iter` goes on from the position that the last one
     has reached. torch's own `DataLoader` has no `state_dict`, and its workers draw ahead: go on with
-    `seek(steps * batch_size * world_size)` there.
+    `seek_steps(steps, batch_size)` there.
     """
 
     counts_whole_world = True
@@ -76,7 +77,11 @@ class GlobalSampler:
         world_size: int | None = None,
         endless: bool = True,
     ) -> None:
-        """Rank and world are the launcher's where they are left out, read when iteration begins."""
+        """Rank and world are the launcher's where they are left out, read when iteration begins.
+
+        Raises UsageError for what cannot be meant, a data set in place of its length among it.
+        """
+        length, seed = _whole(length, "length", "give len(dataset)"), _whole(seed, "seed", "give a whole number")
         if length < 1:
             raise UsageError(f"GlobalSampler(length={length}): a data set to sample from has at least one item.")
         if (rank is None) != (world_size is None):
@@ -106,6 +111,42 @@ class GlobalSampler:
         if consumed < 0:
             raise UsageError(f"GlobalSampler.seek({consumed}): give the samples consumed so far, 0 or more.")
         self.consumed = consumed
+
+    def seek_steps(self, steps: int, batch_size: int, *, drop_last: bool = False) -> None:
+        """Go on from the present position by so many batches of each rank: `batch_size` and `drop_last` of the loader.
+
+        For loaders without a `state_dict`. With `endless=False` the last batch of an iteration may be a short one, or
+        be dropped: its samples are behind us all the same. Microseconds an epoch. Raises UsageError where an epoch has
+        no batch at all. No iteration may be under way.
+        """
+        if steps < 0 or batch_size < 1:
+            raise UsageError(
+                f"GlobalSampler.seek_steps({steps}, {batch_size}): give the steps done so far, 0 or more, and the "
+                "size of one rank's batch, 1 or more."
+            )
+        world = self._placed()[1]
+        if not self.endless and drop_last and steps and self.length <= (batch_size - 1) * world:
+            raise UsageError(
+                f"GlobalSampler.seek_steps: an epoch of {self.length} samples for {world} ranks has no full batch of "
+                f"{batch_size}, and the loader drops all others: make it without drop_last."
+            )
+        while not self.endless and steps:
+            drawn = len(self)
+            batches = drawn // batch_size if drop_last else -(-drawn // batch_size)
+            if steps < batches:
+                break
+            steps -= batches
+            self.consumed += drawn * world
+        self.consumed += steps * batch_size * world
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch that lies ahead; where that is reached or passed, nothing changes.
+
+        What loops written for `DistributedSampler` call before each epoch. It never goes back, so a position that was
+        restored stays; `seek` goes anywhere. No iteration may be under way.
+        """
+        if epoch > self.epoch:
+            self.consumed = epoch * self.length
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples, from the position on."""
@@ -157,6 +198,14 @@ class GlobalSampler:
                 f"GlobalSampler: {consumed!r} is no count of samples; the saved state is not one of ours."
             )
         self.consumed = consumed
+
+
+def _whole(value: object, name: str, mend: str) -> int:
+    """Return a whole number, of NumPy or torch too, as Python's."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType] - it is asked
+    except (TypeError, ValueError):
+        raise UsageError(f"GlobalSampler({name}={value!r}): {mend}.") from None
 
 
 @dataclass(frozen=True, slots=True)

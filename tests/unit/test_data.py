@@ -166,6 +166,121 @@ def test_a_position_is_a_count_of_samples():
     assert sampler.consumed == 0
 
 
+# A stranger's loader: batches, epochs, short and dropped ends. The truth is a list that is written down in full.
+
+
+class Truth:
+    """The endless stream of a data set, and what a world's loader hands out of it by epochs."""
+
+    def __init__(self, length, seed, world, batch, *, drop_last):
+        sampler = GlobalSampler(length, seed=seed)
+        self.length, self.world, self.batch, self.drop_last = length, world, batch, drop_last
+        self.stream = [sampler.at(place) for place in range(40 * max(length, world * batch))]
+
+    def batches(self, position):
+        """Each rank's batches of one epoch from `position` on, and the position behind it."""
+        end = position + 1
+        while end % self.length:
+            end += 1
+        places = list(range(position, end))
+        while len(places) % self.world:
+            places.append(places[-1] + 1)
+        rows = [places[n : n + self.world] for n in range(0, len(places), self.world)]
+        cut = [rows[n : n + self.batch] for n in range(0, len(rows), self.batch)]
+        if self.drop_last and len(cut[-1]) < self.batch:
+            cut.pop()
+        told = [[[self.stream[row[rank]] for row in part] for rank in range(self.world)] for part in cut]
+        return told, places[-1] + 1
+
+
+def batched(sampler, size, *, drop_last):
+    """As torch's BatchSampler puts them together."""
+    drawn = iter(sampler)
+    while batch := list(itertools.islice(drawn, size)):
+        if len(batch) == size or not drop_last:
+            yield batch
+
+
+def handed_out(samplers, size, *, drop_last):
+    """One epoch: of each step the batches of all ranks."""
+    return [list(each) for each in zip(*(batched(s, size, drop_last=drop_last) for s in samplers), strict=True)]
+
+
+def world_of(length, seed, world, consumed=0):
+    samplers = [GlobalSampler(length, seed=seed, rank=r, world_size=world, endless=False) for r in range(world)]
+    for sampler in samplers:
+        sampler.seek(consumed)
+    return samplers
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 40), st.integers(0, 9), st.tuples(st.integers(1, 5), st.integers(1, 6)), st.booleans(),
+    st.integers(0, 30), st.tuples(st.integers(1, 5), st.integers(1, 6)),
+)  # fmt: skip
+def test_any_loader_by_epochs_is_the_plain_list_and_goes_on_by_its_steps(length, seed, first, drop_last, stop, then):
+    """Any length, world, batch size and end; then it is resumed after any step, in this world and in another."""
+    world, batch = first
+    truth, samplers = Truth(length, seed, world, batch, drop_last=drop_last), world_of(length, seed, world)
+    position, behind = 0, [0]
+    for epoch in range(3):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)  # as a loop for DistributedSampler does: it is there already
+        begun = position
+        expected, position = truth.batches(begun)
+        assert handed_out(samplers, batch, drop_last=drop_last) == expected
+        assert {sampler.consumed for sampler in samplers} == {position}
+        behind += [begun + n * batch * world for n in range(1, len(expected))] + [position] * bool(expected)
+    steps, fresh = min(stop, len(behind) - 1), world_of(length, seed, world)
+    if drop_last and length <= (batch - 1) * world:
+        assert behind == [0]
+        with pytest.raises(UsageError, match="without drop_last"):
+            fresh[0].seek_steps(1, batch, drop_last=True)
+    for sampler in fresh:
+        sampler.seek_steps(steps, batch, drop_last=drop_last)
+    assert {sampler.consumed for sampler in fresh} == {behind[steps]}
+    assert handed_out(fresh, batch, drop_last=drop_last) == truth.batches(behind[steps])[0]
+    other = Truth(length, seed, *then, drop_last=drop_last)
+    found = handed_out(world_of(length, seed, then[0], behind[steps]), then[1], drop_last=drop_last)
+    assert found == other.batches(behind[steps])[0]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 6), st.integers(0, 99))
+def test_an_endless_one_goes_on_by_its_steps(length, world, batch, steps):
+    live = GlobalSampler(length, rank=0, world_size=world)
+    drawn(live, steps * batch)
+    fresh = GlobalSampler(length, rank=0, world_size=world)
+    fresh.seek_steps(steps, batch)
+    assert fresh.consumed == live.consumed
+
+
+def test_an_epoch_that_lies_ahead_is_gone_to_and_none_behind():
+    sampler = GlobalSampler(10, rank=0, world_size=1, endless=False)
+    sampler.set_epoch(3)
+    assert sampler.consumed == 30
+    drawn(sampler, 4)
+    for epoch in (0, 2, 3):
+        sampler.set_epoch(epoch)
+        assert sampler.consumed == 34, "a position that was restored stays"
+    sampler.set_epoch(4)
+    assert sorted(sampler) == list(range(10))
+
+
+@pytest.mark.parametrize("length", [[1, 2], 5.0, None, "7"])
+def test_a_data_set_is_not_its_length(length):
+    with pytest.raises(UsageError, match=r"give len\(dataset\)"):
+        GlobalSampler(length)
+    with pytest.raises(UsageError, match="give a whole number"):
+        GlobalSampler(5, seed=0.5)
+
+
+@pytest.mark.parametrize(("steps", "batch"), [(-1, 2), (1, 0)])
+def test_steps_and_batches_that_cannot_be_are_refused(steps, batch):
+    with pytest.raises(UsageError, match="0 or more"):
+        GlobalSampler(5, rank=0, world_size=1).seek_steps(steps, batch)
+
+
 # Whose position a loader holds.
 
 

@@ -134,3 +134,61 @@ def test_torch_s_own_loader_takes_it_by_epochs_and_goes_on_by_a_count():
     assert sorted(flat[:100]) == list(range(100))
     resumed = [[[int(i) for i in batch] for batch in each] for each in loaders(5 * 4 * 3)]
     assert [batches[5:] for batches in epochs] == resumed
+
+
+LENGTH = 103
+
+
+def torch_s_loader(sampler, size=4, *, batch_sampler=False, drop_last=False, **settings):
+    batches = {"batch_size": size, "sampler": sampler, "drop_last": drop_last}
+    if batch_sampler:
+        batches = {"batch_sampler": torch.utils.data.BatchSampler(sampler, size, drop_last)}
+    return torch.utils.data.DataLoader(torch.arange(LENGTH), **batches, **settings)
+
+
+def world_of(size, consumed=0):
+    samplers = [GlobalSampler(LENGTH, seed=4, rank=rank, world_size=size, endless=False) for rank in range(size)]
+    for sampler in samplers:
+        sampler.seek(consumed)
+    return samplers
+
+
+def handed_out(loaders):
+    """One epoch of all ranks, step by step, and of each step turn by turn."""
+    rows = zip(*([[int(i) for i in batch] for batch in each] for each in loaders), strict=True)
+    return [[sample for turn in zip(*row, strict=True) for sample in turn] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("workers", "persistent", "batch_sampler", "drop_last"),
+    [
+        (0, False, True, True),
+        (2, True, False, False),
+        pytest.param(2, True, True, True, marks=pytest.mark.long),
+        pytest.param(2, False, False, True, marks=pytest.mark.long),
+    ],
+)
+def test_torch_s_own_loader_as_a_stranger_makes_it(workers, persistent, batch_sampler, drop_last):
+    """Workers that persist, batch samplers, set_epoch: three epochs on 2 ranks; fresh ones go on, then 3 ranks do."""
+    how = {"batch_sampler": batch_sampler, "drop_last": drop_last}
+    how |= {"num_workers": workers, "persistent_workers": persistent}
+    samplers, told = world_of(2), []
+    loaders = [torch_s_loader(sampler, **how) for sampler in samplers]
+    for epoch, samples, behind in ((0, 52, 104), (1, 51, 206), (2, 52, 310)):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        assert {len(each) for each in loaders} == {samples // 4 if drop_last else 13}
+        told += handed_out(loaders)
+        assert {sampler.consumed for sampler in samplers} == {behind}
+    places = [GlobalSampler(LENGTH, seed=4).at(place) for place in range(400)]
+    dropped = {204, 205} | {202, 203, 200, 201} if drop_last else set()  # 51 samples of a rank: 12 batches, and 3
+    assert [s for row in told for s in row] == [places[n] for n in range(310) if n not in dropped]
+    for steps in (5, 13, 20):
+        fresh = world_of(2)
+        for sampler in fresh:
+            sampler.seek_steps(steps, 4, drop_last=drop_last)
+        consumed = fresh[0].consumed
+        rest = handed_out([torch_s_loader(sampler, **how) for sampler in fresh])
+        assert rest == told[steps : steps + len(rest)]
+        wider = [torch_s_loader(sampler, 2, **how) for sampler in world_of(3, consumed)]
+        assert handed_out(wider)[0] == places[consumed : consumed + 6]
