@@ -125,6 +125,11 @@ class BufferSet:
         for buffer in self.buffers.values():
             buffer.drop()
 
+    def forget(self) -> None:
+        """See `Buffer.forget`."""
+        for buffer in self.buffers.values():
+            buffer.forget()
+
     def reread(self) -> None:
         """Learn from the headers what is sealed; others may have voided some."""
         for buffer in self.buffers.values():

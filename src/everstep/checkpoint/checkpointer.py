@@ -186,6 +186,20 @@ class Checkpointer:
                 f"save({step}) after save({self._last_step}): steps go back only after a restore of an earlier one"
             )
 
+    def release(self) -> None:
+        """Let go of the objects that were saved last: memory that you let go of, or move elsewhere, is free then.
+
+        For loops that unload a model or its optimizer from a device between saves. It waits for a copy that is under
+        way, never for a disk; saves that have begun go on. The next `save` looks its state through as the first did,
+        into the buffers that are there. Raises UsageError as `save` does.
+        """
+        self._check_process("release")
+        with self._turn:
+            self._check("release")
+            self._given = None
+            if self._begun:
+                self._snapshotter.unbind()
+
     # -- restoring -----------------------------------------------------------------------------------------------
 
     def restore(self, state: Mapping[str, Any], *, step: int | None = None, strict: bool = True) -> Restored | None:

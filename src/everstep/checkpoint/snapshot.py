@@ -135,6 +135,14 @@ class Snapshotter:
         elif self._on_device:
             self._current().page_lock()
 
+    def unbind(self) -> None:
+        """Let go of what is bound, as soon as it is copied; the snapshots stay, and `rebind` takes the next (CS-10)."""
+        self._finish_pending()
+        self._stager.close()
+        self._stager, self.walk = HostStager(), None
+        for each in self._sets.values():
+            each.forget()
+
     def source(self) -> tuple[Layout, Callable[[Leaf], bytearray | memoryview]] | None:
         """Return the snapshot that the instructions name, for reading; None where memory holds none.
 

@@ -267,6 +267,41 @@ def test_a_closed_one_holds_nothing_of_what_it_has_saved(make):
     assert [one() for one in held] == [None] * 3
 
 
+def test_release_gives_back_what_was_let_go_of_or_moved_between_saves(make, tmp_path):
+    """CS-10: also the memory that a tensor had before it was given another; and saves go on, of these or of others."""
+    ckpt = make()
+    ckpt.release()  # nothing was saved
+    model, optimizer = build()
+    train(model, optimizer, 1)
+    state = {"model": model, "optimizer": optimizer, "nested": {"t": torch.ones(3)}}
+    handle = ckpt.save(1, state)
+    moments = optimizer.state[model[0].weight]
+    held = [weakref.ref(t.untyped_storage()) for t in (moments["exp_avg"], model[0].weight.data, state["nested"]["t"])]
+    moments["exp_avg"] = moments["exp_avg"].clone()  # as it is moved to the host
+    model[0].weight.data = model[0].weight.data.clone()
+    state["nested"]["t"] = torch.zeros(3)
+    ckpt.release()
+    gc.collect()
+    assert [one() for one in held] == [None] * 3
+    assert handle.wait(PATIENCE_S).what == "committed"
+    train(model, optimizer, 2)
+    saved = plain(state)
+    ckpt.save(2, state).wait(PATIENCE_S)
+    lost = weakref.ref(model)
+    del model, optimizer, state, moments
+    ckpt.release()
+    gc.collect()
+    assert lost() is None
+    other, its = build(5)
+    state = {"model": other, "optimizer": its, "nested": {"t": torch.ones(3)}}
+    assert ckpt.restore(state).step == 2
+    assert plain(state) == saved
+    ckpt.save(3, state).wait(PATIENCE_S)
+    ckpt.close()
+    with pytest.raises(UsageError, match="closed"):
+        ckpt.release()
+
+
 def test_nobody_waits_for_a_keeper_that_is_gone(make):
     """W42, CS-15: named at once, and what was committed serves another Checkpointer."""
     model, _ = build()
