@@ -6,6 +6,7 @@ One process imports torch and forks all ranks; it runs no tensor operation itsel
 import gc
 import glob
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -208,6 +209,31 @@ def expect(rank, iteration):
     assert [path for path in os.listdir(loader.local_ckpt_dir) if path.endswith(".tmp")] == []
 
 
+def a_node_s_disk_is_emptied_or_cannot_be_read(rank, mesh):
+    """Under a living process. Copies serve, and are put back; and one that cannot look is told to all, not awaited."""
+    saver = manager(rank)
+    saver.find_latest()
+    for iteration in (30_000_000, 40_000_000):
+        saver.save(BasicTensorAwareStateDict(state(mesh, iteration)), iteration)
+        dist.barrier()
+        if rank == 1:
+            shutil.rmtree(saver.local_ckpt_dir)
+        dist.barrier()
+        assert saver.find_latest() == iteration
+        expect(rank, iteration)
+    folder = saver.local_ckpt_dir
+    if rank == 1:
+        folder.rename(f"{folder}.away")
+        folder.touch()
+    told = raised(CheckpointError, manager(rank).find_latest)
+    assert "cannot be looked for: rank 1: " in told, told
+    if rank == 1:
+        folder.unlink()
+        folder.with_name("1.away").rename(folder)
+    dist.barrier()
+    expect(rank, 40_000_000)
+
+
 def another_world(rank, mesh):
     """Two ranks find what three have saved: it is refused with both numbers, never loaded."""
     loader = manager(rank)
@@ -261,6 +287,9 @@ def worlds(world, port, *acts):
 
 
 if __name__ == "__main__":
-    worlds(3, 1, dcp_in_the_background, one_rank_fails, dcp_save_itself, local)
+    worlds(
+        3, 1, dcp_in_the_background, one_rank_fails, dcp_save_itself, local,
+        a_node_s_disk_is_emptied_or_cannot_be_read,
+    )  # fmt: skip
     worlds(2, 2, another_world, a_rank_dies)
     print("all ranks agree")

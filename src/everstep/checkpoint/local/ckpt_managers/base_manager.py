@@ -83,12 +83,20 @@ class BaseCheckpointManager(ABC):
     def find_latest(self) -> int:
         """Return the newest iteration that is whole (rule 1), -1 where none is. All ranks together.
 
-        It is looked for once, until the next save.
+        It is looked for once, until the next save. Raises CheckpointingException on all ranks, naming those that cannot
+        look: what they hold is not known, and -1 would be taken for a fresh start.
         """
         if self.latest_iteration != -1:
             return self.latest_iteration
-        mine = [id_ for id_ in self._my_ckpt_ids() if self.repl_strategy is not None or id_[1] == self.rank]
-        self.globally_available_ids = GroupWrapper().all_gather_object(mine)
+        mine: list[CkptID] | str
+        try:
+            mine = [id_ for id_ in self._my_ckpt_ids() if self.repl_strategy is not None or id_[1] == self.rank]
+        except OSError as error:
+            mine = f"rank {self.rank}: {error}"
+        found: list[list[CkptID] | str] = GroupWrapper().all_gather_object(mine)
+        if blind := [text for text in found if isinstance(text, str)]:
+            raise CheckpointingException(f"local checkpoints cannot be looked for: {'; '.join(blind)}")
+        self.globally_available_ids = [ids for ids in found if not isinstance(ids, str)]
         self.latest_iteration = max(self._whole(), default=-1)
         return self.latest_iteration
 

@@ -69,7 +69,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _folder(self) -> Path:
         """Return it, made if need be, without what a process that has ended was writing there."""
         folder = self.local_ckpt_dir
-        if folder not in self._made:
+        if folder not in self._made or not folder.is_dir():  # a node's disk may be emptied under a living process
             folder.mkdir(parents=True, exist_ok=True)
             for found in list(folder.iterdir()):
                 begun = _BEGUN.match(found.name)
