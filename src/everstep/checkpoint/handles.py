@@ -87,6 +87,8 @@ class Book:
         self._alive = alive
         self._changed = threading.Condition()
         self._open: dict[int, weakref.ref[Handle]] = {}
+        self._opened = 0  # the last number
+        self._early: dict[int, tuple[int, What, str, bool]] = {}  # told before this rank has come to the number
         self._untold: list[str] = []
         self._heard: set[str] = set()  # what was raised: it is told once
         self._lost = ""
@@ -95,11 +97,22 @@ class Book:
         """A save is under way."""
         handle = Handle(self, step)
         with self._changed:
+            self._opened = number
+            fate = self._early_fate(number, step)
             if self._lost:
                 handle.settle(Fate(step, "failed", text=self._lost))
+            elif fate is not None:
+                handle.settle(fate)
             else:
                 self._open[number] = weakref.ref(handle)
         return handle
+
+    def _early_fate(self, number: int, step: int) -> Fate | None:
+        """Where another rank was ahead, it may be decided already: this number's own, or that of one that it shares."""
+        shared = [at for at, (_, _, _, alone) in sorted(self._early.items()) if at == number or not alone]
+        fate = next((_fate_of(step, at == number, *self._early[at][:3]) for at in shared if at >= number), None)
+        self._early = {at: told for at, told in self._early.items() if at > number}
+        return fate
 
     def settle(self, number: int, step: int, what: What, text: str, *, alone: bool) -> None:
         """A number has its fate; so have those before it, unless it is its own `alone`."""
@@ -108,6 +121,8 @@ class Book:
                 handle = self._open.pop(each)()
                 if handle is not None:
                     handle.settle(_fate_of(handle.step, each == number, step, what, text))
+            if number > self._opened:
+                self._early[number] = step, what, text, alone
             if what == "failed":
                 self._untold.append(f"the checkpoint of step {step} was not saved: {text}")
             self._changed.notify_all()
