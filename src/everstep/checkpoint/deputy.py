@@ -50,8 +50,15 @@ ALL_TOLD = frozenset({"ckpt.close", "ckpt.restore"})
 class Deputy:
     """From the first rank of its host to the end of the world."""
 
-    def __init__(self, loop: Loop, first: Link, door: socket.socket) -> None:
-        self._loop = loop
+    def __init__(
+        self,
+        loop: Loop,
+        first: Link,
+        door: socket.socket,
+        hands: Callable[[Loop, Mapping[str, str]], Hands] = Hands,
+        way: type[Way] = Way,
+    ) -> None:
+        self._loop, self._made_hands, self._made_way = loop, hands, way
         self._line: HostLine | None = None
         self._way: Way | None = None
         self._unsent: list[Message] = []
@@ -69,14 +76,15 @@ class Deputy:
         self._hosts, self._number = Hosts.from_json(settings["hosts"]), int(settings["host"])
         self._mine = self._hosts.ranks(self._number)
         self._grace_s = float(settings["grace"])
-        self._hands = Hands(self._loop, settings["training"])
+        self._hands = self._made_hands(self._loop, settings["training"])
         self.world_size, self.run_dir = int(settings["world_size"]), f"the keeper of {self._name}"
         self._shelf = DeputyShelf(self._mine, readers=len(settings["tiers"]))
         self._shelf.start(_OwnHost(self, self._shelf))
         hashing = Hashing(self._shelf)
         hashing.start(_OwnHost(self, hashing))
         where = [str(one) for one in settings["addresses"]], int(settings["port"])
-        self._way = Way(self._loop, where, (str(settings["token"]), self._number), self._reached, self._not_reached)
+        who = str(settings["token"]), self._number
+        self._way = self._made_way(self._loop, where, who, self._reached, self._not_reached)
         self._loop.later(PATROL_S, self._patrol)
 
     @property

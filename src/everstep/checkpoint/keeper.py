@@ -25,7 +25,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep.checkpoint.asked_shelf import AskedShelf
@@ -33,7 +33,7 @@ from everstep.checkpoint.core.hosts import Hosts
 from everstep.checkpoint.core.retention import Keep
 from everstep.checkpoint.keeper_claims import Claims, KeeperHold
 from everstep.checkpoint.keeper_far import Far, FarLine
-from everstep.checkpoint.keeper_hands import Speaker
+from everstep.checkpoint.keeper_hands import Hands, Speaker
 from everstep.checkpoint.keeper_host import KeeperHost
 from everstep.checkpoint.keeper_ledger import KeeperLedger
 from everstep.checkpoint.keeper_ranks import Ranks
@@ -57,8 +57,15 @@ PATROL_S = 2.0
 class Keeper:
     """From its first rank to the end of the last. `far`: where keepers of other hosts come."""
 
-    def __init__(self, loop: Loop, first: Link, door: socket.socket | None, far: socket.socket | None = None) -> None:
-        self._loop, self._far_door = loop, far
+    def __init__(
+        self,
+        loop: Loop,
+        first: Link,
+        door: socket.socket | None,
+        far: socket.socket | None = None,
+        hands: Callable[[Loop, Mapping[str, str]], Hands] = Hands,
+    ) -> None:
+        self._loop, self._far_door, self._hands = loop, far, hands
         self._closing: dict[int, int] = {}  # rank → its question
         self._gone: dict[int, str] = {}
         self._host: KeeperHost | None = None
@@ -89,7 +96,8 @@ class Keeper:
             one for tier in tiers for one in tier.committed() if shelf.only is None or one.step == shelf.only
         ]
         ledger = KeeperLedger(settings, self._loop.clock)
-        self._host = KeeperHost(self._loop, settings, shelf, tiers, ledger, self._far)
+        hands = self._hands(self._loop, settings["training"])
+        self._host = KeeperHost(self._loop, settings, shelf, tiers, ledger, hands, self._far)
         self._restoring = Restoring(self._host)
 
     def _tier(self, hold: KeeperHold, share: Share, tier: Mapping[str, Any]) -> OnDemand:

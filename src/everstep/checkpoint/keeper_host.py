@@ -28,10 +28,11 @@ class KeeperHost:
         shelf: AskedShelf,
         tiers: Sequence[OnDemand],
         ledger: KeeperLedger,
+        hands: Hands,
         far: Far | None = None,
     ) -> None:
         self._loop, self.clock, self.ledger = loop, loop.clock, ledger
-        self._far, self._hands = far, Hands(loop, settings["training"])
+        self._far, self._hands = far, hands
         self.shelf, self.tiers = shelf, tiers
         self.run_dir = f"a Checkpointer of process {settings['pid']}"
         self.world_size = int(settings["world_size"])

@@ -29,9 +29,11 @@ class FarOnDemand(OnDemand):
     def lost(self, ranks: Sequence[int], why: str) -> None:
         """The host of these ranks is gone, with their writers and all that they left; `away` comes next."""
         self._writers.leave(ranks)
-        for rank in ranks:
-            if self._save is not None:
-                self._hear(self._save.token, commit.WriterLost(rank, why))
+        save = self._save
+        if save is not None:  # what they have staged is gone with it, and what they have written is not
+            self._hear(save.token, commit.Stopped(why))
+            for rank in ranks:
+                self._hear(save.token, commit.WriterLost(rank, why))
         self._host.recheck()
 
     def _open(self, step: int, epoch: int, generation: int) -> commit.Save:
