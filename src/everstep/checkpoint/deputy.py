@@ -41,6 +41,8 @@ from everstep.telemetry import say
 
 MEET_S = 300.0
 PATROL_S = 2.0
+SEEN_S = 30.0
+"""How long the owner file may take to be seen: its name is new, so no file system has it from before."""
 PATIENT = 0.8
 """This share of the grace time a reader waits for what another host has written; the rest is for the file system."""
 ALL_TOLD = frozenset({"ckpt.close", "ckpt.restore"})
@@ -233,9 +235,9 @@ class Deputy:
     def _look(self, places: Sequence[Sequence[str]]) -> None:
         """Have somebody look who may stand in a call for ever."""
         looker = _Looker(self._tell)
-        words = {"places": [list(place) for place in places], "limit_s": VISIBLE_S}
+        words = {"places": [list(place) for place in places], "limit_s": SEEN_S}
         self._hands.spawn("looker", place_seen.ENTRY, words, looker)
-        self._loop.later(VISIBLE_S + self._grace_s, looker.too_late)
+        self._loop.later(SEEN_S + self._grace_s, looker.too_late)
 
     def spawn(self, name: str, entry: str, arguments: Mapping[str, Any], owner: Owner) -> Child:
         """Fork a helper of this host's own."""

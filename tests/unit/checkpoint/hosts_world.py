@@ -403,6 +403,10 @@ class SimHost:
         else:
             self.keeper.said(rank, message)
 
+    @property
+    def shelf(self):
+        return self.keeper._shelf if self.number else self.keeper._host.shelf
+
     def close(self):
         if self.loop.running:
             self.hands.close()
@@ -481,10 +485,15 @@ class World:
     def start(self, step=None):
         """All make their Checkpointers, and restore; return what each has begun from."""
         self.rest(lambda: all(rank.phase != "joining" for rank in self.ranks))
+        assert {rank.phase for rank in self.ranks} == {"welcome"}, self.ranks[0].refused
+        return self.restore(step)
+
+    def restore(self, step=None):
+        """All restore; return what each goes on from."""
         for rank in self.ranks:
-            assert rank.phase == "welcome", rank.refused
             rank.ask_to_restore(step)
         self.rest(lambda: all(rank.phase != "asks" for rank in self.ranks))
+        assert {rank.phase for rank in self.ranks} == {"runs"}, self.ranks[0].refused
         return [rank.restored for rank in self.ranks]
 
     def living(self, *phases):

@@ -81,9 +81,7 @@ def test_ranks_of_two_hosts_save_and_restore_from_memory_and_from_disk(world, tm
     for rank in w.ranks:
         rank.save(4, due=False)
     w.run()
-    for rank in w.ranks:
-        rank.ask_to_restore()
-    w.rest(lambda: all(rank.phase == "runs" for rank in w.ranks))
+    w.restore()
     assert [rank.restored for rank in w.ranks] == [(4, truth(1, r, 4).tolist()) for r in range(4)]
     for rank in w.ranks:
         rank.close()
@@ -93,6 +91,71 @@ def test_ranks_of_two_hosts_save_and_restore_from_memory_and_from_disk(world, tm
     assert whole(tmp_path / "ckpt", 4)[0] == (4, 1)  # what was in memory alone is written at the end
     again = world((0, 1, 2, 0), attempt=2)
     assert again.start() == [(4, truth(1, r, 4).tolist()) for r in range(4)]
+
+
+def test_what_a_lost_host_had_in_memory_is_not_counted_on(world, tmp_path):
+    """Its ranks had ended, and their snapshots were known; then it was lost itself, and the others end."""
+    w = world()
+    w.start()
+    for rank in w.ranks:
+        rank.save(1, due=False)
+    for rank in (2, 3):
+        w.ranks[rank].die()
+    w.run()
+    w.lose(1)
+    for rank in (0, 1):
+        w.ranks[rank].die()
+    w.rest(lambda: not w.hosts[0].loop.running)
+    assert whole(tmp_path / "ckpt", 4) == []
+
+
+def test_what_all_ranks_left_in_memory_is_written_when_all_are_killed_on_both_hosts(world, tmp_path):
+    w = world()
+    w.start()
+    for step in (1, 2):
+        for rank in w.ranks:
+            rank.save(step, due=False)
+    for rank in (3, 0, 2, 1):
+        w.ranks[rank].die()
+    w.rest(lambda: not any(host.loop.running for host in w.hosts))
+    assert whole(tmp_path / "ckpt", 4) == [(2, 1)]
+
+
+def test_what_is_kept_for_a_save_that_a_restore_left_out_is_free_again_on_every_host(world):
+    """Else the buffers of a rank would run out, a restore each, and no save could be made any more."""
+    w = world(on_busy="coalesce")
+    w.start()
+    step = 0
+    for _ in range(6):
+        for each in (1, 2, 3):
+            for rank in w.ranks:
+                rank.save(step + each)
+                while rank.up:  # what is being written stays so; what is kept for later is told
+                    rank.tell()
+        w.restore()
+        step = w.ranks[0].step
+    for rank in w.ranks:
+        rank.save(step + 1)
+    w.rest(lambda: all(rank.fates[rank.number] for rank in w.ranks))
+    assert [rank.fates[rank.number] for rank in w.ranks] == ["committed"] * 4
+    w.run()
+    assert [rank.host.shelf.held(rank.rank) for rank in w.ranks] == [frozenset()] * 4
+    assert [rank.snapshotter._open for rank in w.ranks] == [{}] * 4
+
+
+def test_left_behind_memory_is_void_on_every_host(world):
+    """After a restore of an older step nothing newer is ever taken again, wherever it lies."""
+    w = world()
+    w.start()
+    for step in (1, 2):
+        for rank in w.ranks:
+            rank.save(step)
+        w.run()
+    for rank in w.ranks:
+        rank.save(3, due=False)
+    w.restore(2)
+    assert [rank.restored[0] for rank in w.ranks] == [2] * 4
+    assert {row[2] for rank in (2, 3) for row in w.hosts[1].shelf.rows(rank)} <= {1, 2}
 
 
 HOMES = [(0, 0, 1, 1), (0, 1, 2, 3), (0, 1, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1), (0, 1, 2, 2), (0, 0, 0, 0)]
@@ -112,6 +175,7 @@ class Story:
 
     def attempt(self):
         self.lineage += 1
+        self.whole = True  # nobody was lost or killed
         self.interval = self.random.choice([1, 1, 2, 3])
         homes = self.random.choice(HOMES)
         w = self.w = self.make(
@@ -120,6 +184,7 @@ class Story:
         self.check_begun(w.start())
         self.train(self.random.randint(0, 6))
         for what in self.random.sample(ENDS, self.random.randint(0, 2)):
+            self.whole &= what in ("close", "restore")
             self.happen(what)
             self.train(self.random.randint(0, 4))
         self.finish()
@@ -172,9 +237,7 @@ class Story:
             rank.die() if what.startswith("kill") else rank.close()
 
     def restore(self):
-        for rank in self.w.ranks:
-            rank.ask_to_restore()
-        self.w.rest(lambda: all(rank.phase != "asks" for rank in self.w.ranks))
+        self.w.restore()
         self.hear()
         self.check_begun([rank.restored for rank in self.w.ranks])
         self.lineage += 1
@@ -182,7 +245,7 @@ class Story:
 
     def finish(self):
         """Whoever lives closes, or is killed; nothing is left, and nothing that was told was wrong."""
-        w = self.w
+        w, last = self.w, {rank.step for rank in self.w.ranks}
         kill = self.random.random() < 0.5
         for rank in w.living():
             served = rank.host.alive and rank.host.loop.running
@@ -200,6 +263,8 @@ class Story:
             assert len(told) <= 1, f"number {number} is {told}"
         found = whole(self.directory, w.size)
         assert (found[0][0] if found else 0) >= self.durable
+        if self.whole and not kill:
+            assert {found[0][0] if found else 0} == last, "the last step is not durable, and nothing had happened"
         assert not [name for name in os.listdir(self.directory) if name.endswith(".tmp")] or not all(
             host.alive for host in w.hosts
         )
