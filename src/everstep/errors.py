@@ -6,7 +6,8 @@
     │   └── MemoryShortage    not enough host memory for the snapshots
     ├── ProtocolError         a message that the protocol does not allow here: a bug of ours, told with its story
     ├── CheckpointError       a checkpoint that cannot be written or read
-    │   └── DamagedCheckpoint names the file and the wound
+    │   ├── DamagedCheckpoint names the file and the wound
+    │   └── UnreachableStorage  where checkpoints lie does not answer, so nobody knows what is there (exit code 75)
     ├── WorldTooSmall         the world has shrunk, and the state that is kept is of more ranks (exit code 75)
     ├── StateMismatch         what was saved does not fit what is to be restored; names the keys
     ├── StoreError            the store refused, is gone, or did not answer in time
@@ -68,6 +69,12 @@ class CheckpointError(EverstepError):
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint is not whole; the message names the file and what is wrong with it."""
+
+
+class UnreachableStorage(CheckpointError):
+    """What is saved cannot be read now: its storage does not answer, or refuses. It may be whole: start again later."""
+
+    exit_code = ExitCode.BAD_NODE
 
 
 class WorldTooSmall(EverstepError):

@@ -1,10 +1,11 @@
 """What checkpoints a place holds, whether they are whole, and the removal of one. No torch.
 
 Listing reads manifests and sizes; verifying reads every byte against its checksum. Nothing is unpickled. A checkpoint
-that is damaged is named with its file and the reason; it is never removed for it. A place is a directory or a URL.
+that is damaged is named with its file and the reason; it is never removed for it. One that cannot be read now is not
+damaged, and nothing older is taken for it (unreachable.py). A place is a directory or a URL.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
@@ -13,59 +14,88 @@ from everstep.checkpoint.core import names
 from everstep.checkpoint.core.manifest import FileFact
 from everstep.checkpoint.fileops import FileOps
 from everstep.checkpoint.storage import opening
-from everstep.checkpoint.storage.api import DISK, Found, Reading, Wound
+from everstep.checkpoint.storage.api import DISK, Found, Reading, Storage, Wound, only_unread
+from everstep.checkpoint.storage.opening import Opening
+from everstep.checkpoint.storage.posix import unread
+from everstep.checkpoint.storage.retried import RetriedReading
+from everstep.checkpoint.unreachable import NOW, ONCE, Retry, is_answer, unreachable, why
 from everstep.errors import CheckpointError, UsageError
 
-__all__ = ["TIER", "Found", "Wound", "discard", "newest_whole", "scan", "verify"]
+__all__ = ["TIER", "Found", "Wound", "discard", "listed", "newest", "newest_whole", "only_unread", "scan", "verify"]
 
 TIER = DISK
 PIECE = 4 << 20
 THREADS = 8  # files read at once: reading and hashing both let go of the interpreter
 
 
-def scan(directory: str) -> list[Found]:
-    """Return all checkpoints in `directory`, newest step first. UsageError where it cannot be listed."""
+def scan(directory: str, retry: Retry = ONCE) -> list[Found]:
+    """Return all checkpoints in `directory`, newest step first.
+
+    UsageError where there is no such directory, UnreachableStorage where it cannot be listed now.
+    """
+    return listed(opening.open_storage(directory, retry=retry))
+
+
+def listed(storage: Storage) -> list[Found]:
+    """See `scan`."""
     try:
-        return opening.open_storage(directory).scan()
+        return storage.scan()
     except OSError as error:
+        if not is_answer(error):
+            raise unreachable(storage.directory, f"its listing failed: {why(error)}") from error
         raise UsageError(
-            f"{directory} cannot be listed: {error.strerror}; give the directory that --checkpoint-dir named"
+            f"{storage.directory} cannot be listed: {error.strerror}; give the directory that --checkpoint-dir named"
         ) from error
 
 
-def verify(found: Found, moving: Callable[[], None] = lambda: None) -> list[Wound]:
-    """Read every byte of a checkpoint; return what is wrong with it. `moving` is called as it goes on."""
+def verify(found: Found, retry: Retry = ONCE, through: Opening = opening.reading) -> list[Wound]:
+    """Read every byte of a checkpoint; return what is wrong with it, and what could not be read (`Wound.unread`).
+
+    `retry`: how long a read that fails is made again, and who is told as it goes on.
+    """
     if found.manifest is None:
         return list(found.wounds)
     wounded = {wound.file for wound in found.wounds}
     left = [(name, fact) for name, fact in found.manifest.files.items() if name not in wounded]
-    source = opening.reading(found.path)
+    source = RetriedReading(through(found.path), retry)
 
-    def wrong(name: str, fact: FileFact) -> str | None:
-        return _by_content(source, name, fact, moving)
+    def wrong(name: str, fact: FileFact) -> Wound | None:
+        return _by_content(source, found.step, name, fact)
 
     try:
         with ThreadPoolExecutor(max(1, min(THREADS, len(left))), thread_name_prefix="everstep-verify") as pool:
-            reasons = list(pool.map(wrong, *zip(*left, strict=True))) if left else []
+            told = list(pool.map(wrong, *zip(*left, strict=True))) if left else []
     finally:
         source.close()
-    told = zip(left, reasons, strict=True)
-    return [*found.wounds, *(Wound(found.step, name, reason) for (name, _), reason in told if reason)]
+    return [*found.wounds, *(wound for wound in told if wound is not None)]
 
 
-def newest_whole(
-    directory: str, *, without: Iterable[int] = (), moving: Callable[[], None] = lambda: None
+def newest(
+    found: Iterable[Found], retry: Retry = ONCE, through: Opening = opening.reading
 ) -> tuple[Found | None, list[Wound]]:
-    """Return the newest checkpoint that verifies in full, and what is wrong with the newer ones."""
+    """Return the newest that verifies in full or cannot be read now, and what is wrong with it and the newer ones.
+
+    One that cannot be read now comes first whatever is older: it may be whole.
+    """
     wounds: list[Wound] = []
-    for found in scan(directory):
-        if found.step in set(without):
-            continue
-        wrong = verify(found, moving)
-        if not wrong:
-            return found, wounds
+    for one in found:
+        wrong = verify(one, retry, through)
         wounds += wrong
+        if not wrong or only_unread(wrong):
+            return one, wounds
     return None, wounds
+
+
+def newest_whole(directory: str) -> tuple[Found | None, list[Wound]]:
+    """Return the newest checkpoint that verifies in full, and what is wrong with the newer ones.
+
+    UnreachableStorage where a newer one cannot be read now.
+    """
+    found, wounds = newest(scan(directory))
+    for wound in wounds:
+        if found is not None and wound.unread and wound.step == found.step:
+            raise unreachable(f"{found.path}/{wound.file}", wound.reason.removeprefix(f"{NOW}: "))
+    return found, wounds
 
 
 def discard(directory: str, step: int, files: FileOps | None = None) -> None:
@@ -84,16 +114,17 @@ def discard(directory: str, step: int, files: FileOps | None = None) -> None:
         raise CheckpointError(f"{path} stays, because it holds {', '.join(strange)}, which Everstep did not write")
 
 
-def _by_content(source: Reading, name: str, fact: FileFact, moving: Callable[[], None]) -> str | None:
+def _by_content(source: Reading, step: int, name: str, fact: FileFact) -> Wound | None:
     digest, offset = xxhash.xxh3_64(), 0
     piece = memoryview(bytearray(min(PIECE, fact.bytes + 1)))
     try:
         while count := source.read_into(name, piece, offset):
             digest.update(piece[:count])
             offset += count
-            moving()
     except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
+        if is_answer(error):
+            return Wound(step, name, f"cannot be read: {error.strerror or error}")
+        return unread(step, name, error)
     if digest.hexdigest() == fact.xxh3:
         return None
-    return f"has checksum {digest.hexdigest()}, not {fact.xxh3}: its bytes were changed"
+    return Wound(step, name, f"has checksum {digest.hexdigest()}, not {fact.xxh3}: its bytes were changed")

@@ -1,8 +1,8 @@
 """`everstep checkpoint ls | verify | rm | convert DIR`: what lies in a checkpoint directory, for people and scripts.
 
-`ls` exits 0; `verify` 1 where any checkpoint is damaged, with a line `step file reason` for each wound, 64 where there
-is none; `rm` removes by step, and refuses the last whole one unless told twice; `convert` writes one for others, and
-refuses a damaged one.
+`ls` exits 0; `verify` 1 where any checkpoint is damaged, with a line `step file reason` for each wound, 75 where none
+is and some cannot be read now, with the same lines, 64 where there is none; `rm` removes by step, and refuses the last
+whole one unless told twice; `convert` writes one for others, and refuses a damaged one, or one that cannot be read now.
 """
 
 import argparse
@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from everstep.checkpoint import catalog
+from everstep.checkpoint.unreachable import NOW, unreachable
 from everstep.clock import SYSTEM
-from everstep.errors import DamagedCheckpoint, ExitCode, UsageError
+from everstep.errors import CheckpointError, DamagedCheckpoint, ExitCode, UsageError
 from everstep.telemetry import say
 
+GIVEN_UP_MEANWHILE = 5
 _NONE = "no checkpoint in {}; give the directory that --checkpoint-dir named"
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    rows = [found.row(SYSTEM.wall()) for found in catalog.scan(args.dir)]
+    found = catalog.scan(args.dir)
+    rows = [one.row(SYSTEM.wall()) for one in found]
     if args.json:
         _print(json.dumps(rows))
         return ExitCode.DONE
@@ -59,8 +62,9 @@ def _ls(args: argparse.Namespace) -> int:
         say(f"no checkpoint in {args.dir}")
         return ExitCode.DONE
     _print(f"{'step':>10}  {'complete':8}  {'tier':5}  {'size':>10}  {'world':>5}  {'age':>9}  path")
-    for row in rows:
-        size, world, whole = _size(int(str(row["bytes"]))), row["world_size"] or "?", "yes" if row["complete"] else "NO"
+    for one, row in zip(found, rows, strict=True):
+        size, world = _size(int(str(row["bytes"]))), row["world_size"] or "?"
+        whole = "yes" if one.complete else "?" if one.unread else "NO"
         age = _age(float(str(row["age_s"])))
         _print(f"{row['step']:>10}  {whole:8}  {row['tier']:5}  {size:>10}  {world:>5}  {age:>9}  {row['path']}")
     return ExitCode.DONE
@@ -72,18 +76,33 @@ def _verify(args: argparse.Namespace) -> int:
         raise UsageError(_NONE.format(args.dir))
     wounds = [wound for one in found for wound in catalog.verify(one)]
     if wounds:  # a job that runs gives up older ones meanwhile: those had no wound
-        left = {one.step for one in catalog.scan(args.dir) if one.manifest is not None}
-        retired = {one.step for one in found if one.manifest is not None} - left
+        retired = _retired(found, args.dir)
         found, wounds = [f for f in found if f.step not in retired], [w for w in wounds if w.step not in retired]
+    damaged, unread = [w for w in wounds if not w.unread], [w for w in wounds if w.unread]
     if args.json:
-        told = [{"step": wound.step, "file": wound.file, "reason": wound.reason} for wound in wounds]
-        _print(json.dumps({"verified": [one.step for one in found], "damaged": told}))
+        _print(
+            json.dumps({"verified": [one.step for one in found], "damaged": _rows(damaged), "unread": _rows(unread)})
+        )
     else:
         for wound in wounds:
             _print(str(wound))
         bad = len({wound.step for wound in wounds})
-        say(f"{len(found) - bad} of {len(found)} checkpoints in {args.dir} are whole")
-    return ExitCode.FAILED if wounds else ExitCode.DONE
+        away = len({wound.step for wound in unread} - {wound.step for wound in damaged})
+        more = f"; {away} cannot be read now: try again when the storage answers" if away else ""
+        say(f"{len(found) - bad} of {len(found)} checkpoints in {args.dir} are whole{more}")
+    if damaged:
+        return ExitCode.FAILED
+    return ExitCode.BAD_NODE if unread else ExitCode.DONE
+
+
+def _rows(wounds: Sequence[catalog.Wound]) -> list[dict[str, object]]:
+    return [{"step": wound.step, "file": wound.file, "reason": wound.reason} for wound in wounds]
+
+
+def _retired(found: Sequence[catalog.Found], directory: str) -> set[int]:
+    """Which of those that had a manifest have none any more: their job has given them up meanwhile."""
+    there = {one.step for one in catalog.scan(directory) if one.manifest is not None or one.unread}
+    return {one.step for one in found if one.manifest is not None} - there
 
 
 def _rm(args: argparse.Namespace) -> int:
@@ -105,10 +124,26 @@ def _rm(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    found = _chosen(catalog.scan(args.dir), None if args.step is None else [args.step], args.dir)
-    if not found:
-        raise UsageError(_NONE.format(args.dir))
+    steps = None if args.step is None else [args.step]
+    for _ in range(GIVEN_UP_MEANWHILE):
+        found = _chosen(catalog.scan(args.dir), steps, args.dir)
+        if not found:
+            raise UsageError(_NONE.format(args.dir))
+        try:
+            return _converted(args, found)
+        except CheckpointError:
+            if found[0].step not in _retired(found[:1], args.dir):
+                raise
+    raise CheckpointError(
+        f"{args.dir}: the job that writes there gave up {GIVEN_UP_MEANWHILE} checkpoints one after the other while "
+        "they were read, and nothing was converted. Convert when it has ended, or have it keep more (--checkpoint-keep)"
+    )
+
+
+def _converted(args: argparse.Namespace, found: Sequence[catalog.Found]) -> int:
     wounds = catalog.verify(found[0])
+    if catalog.only_unread(wounds):
+        raise unreachable(f"{found[0].path}/{wounds[0].file}", wounds[0].reason.removeprefix(f"{NOW}: "))
     if wounds:
         older = ", ".join(str(one.step) for one in found[1:] if one.complete)
         mend = f"; choose another with --step (there are: {older})" if older else ""

@@ -55,6 +55,7 @@ from everstep.checkpoint.dcp_files import (
 )
 from everstep.checkpoint.fileops import FileOps, PosixFiles
 from everstep.checkpoint.tensors import dtype_name
+from everstep.checkpoint.unreachable import Retry, deadline_s, failure
 from everstep.errors import CheckpointError, DamagedCheckpoint, UsageError
 
 Bucket = tuple[str, list[WriteItem]]
@@ -225,12 +226,15 @@ def _described(metadata: Metadata, result: WriteResult) -> Described:
 class FileSystemReader(dcp.FileSystemReader):  # type: ignore[misc] # mypy does not read torch
     """Reads a checkpoint, checking every byte that it reads; a wound is a DamagedCheckpoint that names file and tensor.
 
+    What cannot be read is tried again for EVERSTEP_STORAGE_DEADLINE seconds, and then an UnreachableStorage.
+
     With `verify=False` it is torch's own reader, for a checkpoint that torch's own writer has written.
     """
 
     def __init__(self, path: str | os.PathLike[str], *args: Any, verify: bool = True, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
         self.verify = verify
+        self._retry = Retry(deadline_s())
         self._entries: dict[tuple[str, int], Entry] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -267,23 +271,23 @@ class FileSystemReader(dcp.FileSystemReader):  # type: ignore[misc] # mypy does 
     def _manifest(self) -> Manifest:
         where = self._where(names.MANIFEST)
         try:
-            return Manifest.from_bytes(Path(where).read_bytes())
+            return Manifest.from_bytes(self._retry(Path(where).read_bytes))
         except FileNotFoundError as error:
             raise DamagedCheckpoint(
                 f"{where} is not there: a checkpoint that is not whole, or none of Everstep's. Pass verify=False to "
                 "read one of torch's own, unchecked."
             ) from error
         except OSError as error:
-            raise DamagedCheckpoint(f"{where}: {error.strerror}") from error
+            raise failure(where, error) from error
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{where}: {error}") from error
 
     def _metadata_is(self, manifest: Manifest) -> None:
         where, fact = self._where(names.METADATA), manifest.files.get(names.METADATA)
         try:
-            content = Path(where).read_bytes()
+            content = self._retry(Path(where).read_bytes)
         except OSError as error:
-            raise DamagedCheckpoint(f"{where}: {error.strerror}") from error
+            raise failure(where, error) from error
         if fact is None or (len(content), checksum(content)) != (fact.bytes, fact.xxh3):
             raise DamagedCheckpoint(f"{where}: does not match its checksum: cut or changed")
 
@@ -299,13 +303,9 @@ class FileSystemReader(dcp.FileSystemReader):  # type: ignore[misc] # mypy does 
     def _verified(self, entry: Entry) -> bytearray:
         where, content = self._where(entry.file), bytearray(entry.nbytes)
         try:
-            with open(where, "rb", buffering=0) as file, memoryview(content) as view:
-                file.seek(entry.data)
-                done = 0
-                while done < entry.nbytes and (count := file.readinto(view[done:])):
-                    done += count
+            done = self._retry(lambda: _filled(where, entry.data, content))
         except OSError as error:
-            raise DamagedCheckpoint(f"{where}: {error.strerror}") from error
+            raise failure(where, error) from error
         if done < entry.nbytes:
             raise DamagedCheckpoint(f"{where}: ends inside {entry.name}, {entry.nbytes - done} bytes early: cut")
         with memoryview(content) as view:
@@ -315,6 +315,16 @@ class FileSystemReader(dcp.FileSystemReader):  # type: ignore[misc] # mypy does 
                 f"{where}: {entry.name} has checksum {found}, not {entry.xxh3}: its bytes were changed"
             )
         return content
+
+
+def _filled(where: str, offset: int, content: bytearray) -> int:
+    """Read a file from `offset` until `content` is full or it ends; return how many bytes it was."""
+    with open(where, "rb", buffering=0) as file, memoryview(content) as view:
+        file.seek(offset)
+        done = 0
+        while done < len(view) and (count := file.readinto(view[done:])):
+            done += count
+        return done
 
 
 def _deliver(planner: LoadPlanner, item: ReadItem, entry: Entry, content: bytearray) -> None:

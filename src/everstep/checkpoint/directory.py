@@ -23,8 +23,9 @@ from typing import Any
 from everstep.checkpoint.core import names
 from everstep.checkpoint.fileops import FileOps, PosixFiles, put
 from everstep.checkpoint.publish import remove
+from everstep.checkpoint.unreachable import AWAY, is_away, unreachable, why
 from everstep.clock import SYSTEM, Clock
-from everstep.errors import ConfigurationError
+from everstep.errors import ConfigurationError, EverstepError
 
 PATIENCE_S = 3.0
 """How long writers may outlive their agent; a job that follows its predecessor's death at once waits for them."""
@@ -67,7 +68,7 @@ class Claim:
     def take(self, run: str) -> list[str]:
         """Make, try and claim the directory, and sweep it; return what was swept, as sentences.
 
-        Raises ConfigurationError where it cannot serve, or another job has it.
+        Raises ConfigurationError where it cannot serve, or another job has it; UnreachableStorage where it is away.
         """
         self._trying("be made", lambda: os.makedirs(self.directory, exist_ok=True))
         gate = self._gate()
@@ -79,6 +80,9 @@ class Claim:
             self._try_unlink(names.GATE)
             os.close(gate)
         return list(self._sweep())
+
+    def go_on(self, job: str, run: str) -> None:
+        """See `storage.api.Claiming.go_on`. Nothing: the writers of all nodes hold the lock too."""
 
     def close(self) -> None:
         """Give the claim up."""
@@ -111,8 +115,10 @@ class Claim:
         try:
             call()
         except OSError as error:
+            if is_away(error):
+                raise unreachable(self.directory, f"it cannot {doing}: {why(error)}", AWAY) from error
             raise ConfigurationError(
-                f"the checkpoint directory {self.directory} cannot {doing}: {error.strerror}. {_mend(error)}Give "
+                f"the checkpoint directory {self.directory} cannot {doing}: {error.strerror}. {mend(error)}Give "
                 "--checkpoint-dir a directory on a file system that this user can write to."
             ) from error
         self._moving()
@@ -158,10 +164,12 @@ class Claim:
         except OSError as error:
             raise self._no_lock(path, error) from error
 
-    def _no_lock(self, path: str, error: OSError) -> ConfigurationError:
+    def _no_lock(self, path: str, error: OSError) -> EverstepError:
+        if is_away(error):
+            return unreachable(self.directory, f"it cannot be claimed by a lock ({path}): {why(error)}", AWAY)
         return ConfigurationError(
             f"the checkpoint directory {self.directory} cannot be claimed by a lock ({path}): {error.strerror}. "
-            f"{_mend(error)}Give --checkpoint-dir a directory that this user can write to, on a file system that has "
+            f"{mend(error)}Give --checkpoint-dir a directory that this user can write to, on a file system that has "
             "flock."
         )
 
@@ -288,7 +296,7 @@ def _free(path: str) -> bool:
     return True
 
 
-def _mend(error: OSError) -> str:
+def mend(error: OSError) -> str:
     """What else helps: a full disk holds nobody from what is saved there for longer than it is full."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "Free some space there (a few KiB), and what is saved there is read as before. "

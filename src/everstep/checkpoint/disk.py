@@ -6,7 +6,8 @@ while the job runs: a writer does. Two of them, of two directories, read the sam
 
     rank ◀─ disk.intent {save, step}              rank ─▶ disk.staged {save, buffer, hold}  or  disk.late {save, step}
     rank ◀─ disk.void {save}, disk.problem {text}
-    rank ─▶ disk.damaged {step, text}             (a restore could not read it: the next best is taken)
+    rank ─▶ disk.reader {ask}                     rank ◀─ disk.door {ask} + socket   (to a process that reads for it)
+    rank ─▶ disk.damaged {step, text}             (a restore found it damaged: the next best is taken)
     rank ─▶ disk.restored {step, total}           (rank 0: the job goes on from it; said where an earlier job saved it)
     rank ─▶ disk.measured {step, metrics}         (rank 0, of a step that is saved: by them the best are kept)
 """
@@ -14,7 +15,7 @@ while the job runs: a writer does. Two of them, of two directories, read the sam
 import os
 from collections.abc import Mapping, Sequence
 
-from everstep.checkpoint import catalog
+from everstep.checkpoint import catalog, reading_beside
 from everstep.checkpoint.core import commit, intents, retention
 from everstep.checkpoint.core.final import newest_common
 from everstep.checkpoint.core.findings import Findings
@@ -24,11 +25,13 @@ from everstep.checkpoint.holder import Hold, OwnHold
 from everstep.checkpoint.patience import GRACE_S
 from everstep.checkpoint.series import MAKE, strangers
 from everstep.checkpoint.source import Source
+from everstep.checkpoint.unreachable import NOW, unreachable
 from everstep.checkpoint.writers import Writers
 from everstep.errors import ConfigurationError
 from everstep.events import TierEvent
 from everstep.recovery.api import Child, Host, Message
 from everstep.recovery.core.words import Roster
+from everstep.recovery.link import Link
 
 TIER = catalog.TIER
 
@@ -124,6 +127,8 @@ class Disk(Saves):
                 self._staged(rank, message["save"], message["buffer"], message["hold"])
             case "late":
                 self._late(rank, message["save"], message["step"])
+            case "reader":
+                self._have_it_read(rank, int(message["ask"]))
             case "damaged":
                 self._strike(message["step"], message["text"])
             case "restored":
@@ -132,6 +137,15 @@ class Disk(Saves):
                 self.inventory.metrics[message["step"]] = message["metrics"]
             case _:
                 return
+
+    def _have_it_read(self, rank: int, ask: int) -> None:
+        """Give a rank its line to a process that reads the directory: a read that never returns is not the rank's."""
+        ours, theirs = Link.pair()
+        child = self._host.spawn(f"reader-{rank}", reading_beside.HELPER, {})
+        child.send({"kind": "serve"}, [theirs.fileno()])
+        self._host.send(rank, {"kind": f"{self.prefix}.door", "ask": ask}, [ours.fileno()])
+        ours.close()
+        theirs.close()
 
     def _late(self, rank: int, token: str, step: int) -> None:
         """Of all ranks that say so about one intent, the first makes the lead grow."""
@@ -195,7 +209,7 @@ class Disk(Saves):
         self._patience.begin_again()
         self._next()
         told = {"directory": self.directory, "given": self._given, "interval": self._plan.interval}
-        told["metric"] = self._keep.metric
+        told |= {"metric": self._keep.metric, "lost": self.inventory.lost}
         return {m.rank: told for m in roster.members}
 
     def on_tick(self, now: float) -> None:
@@ -247,6 +261,12 @@ class Disk(Saves):
             taken = "it is skipped" if newest is None else f"step {newest} is taken"
             path = self.inventory.path(wound.step)
             self._notice(f"damaged checkpoint {path}: {wound.file} {wound.reason}; {taken}", "error")
+        self._check_that_all_is_read(findings)
+
+    def _check_that_all_is_read(self, findings: Findings) -> None:
+        """One that cannot be read may be whole, and the newest: to take an older one for it is not for us."""
+        for away in findings.unread[:1]:
+            raise unreachable(f"{self.inventory.path(away.step)}/{away.file}", away.reason.removeprefix(f"{NOW}: "))
 
     def _check_that_one_is_whole(self) -> None:
         """Where all that is there is damaged, a person decides: to begin anew is not for us."""

@@ -21,6 +21,7 @@ from everstep.checkpoint.core.layout import Layout, Pickled, Pieces, Ref, Sectio
 from everstep.checkpoint.generators import is_generator
 from everstep.checkpoint.sharded import is_sharded_tensor, local_of, shards_of
 from everstep.checkpoint.tensors import dtype_name
+from everstep.checkpoint.unreachable import DEADLINE
 from everstep.checkpoint.walk import may_be_called
 from everstep.errors import UsageError
 
@@ -229,6 +230,8 @@ def in_our_words(text: str) -> str:
     )
     text = text.replace("another --checkpoint-dir", "another directory").replace("choose another keyword", "rename it")
     text = text.replace("ive --checkpoint-dir", "ive the Checkpointer")
+    text = text.replace(f"{DEADLINE}, in seconds, is how long a read is tried", "grace= is how long a read is tried")
+    text = text.replace("knowingly, give this one up:", "knowingly: restore(step=N); or give this one up:")
     return text.replace("--grace is how", "grace= is how")
 
 

@@ -6,7 +6,7 @@ the directory, sweeps it, reads the newest checkpoint against its checksums, tel
 until its line closes.
 
     agent ◀─ {moving}        at most once a second while the directory answers
-    agent ◀─ {stock} | {refused, text}
+    agent ◀─ {stock} | {refused, code}
     agent ─▶ (the line closes)               the claim is given up
 
 `Held` is the agent's side; `OwnHold` does the same in the caller's own process, for whoever may wait there.
@@ -31,9 +31,9 @@ from everstep.checkpoint.core.findings import Findings
 from everstep.checkpoint.series import settle
 from everstep.checkpoint.stocktaking import take_stock
 from everstep.checkpoint.storage import opening
-from everstep.checkpoint.storage.fsspec_bucket import deadline_s
+from everstep.checkpoint.unreachable import Retry, deadline_s, unopened
 from everstep.clock import SYSTEM, Clock
-from everstep.errors import ConfigurationError, EverstepError
+from everstep.errors import ConfigurationError, EverstepError, ExitCode, UnreachableStorage
 
 SILENT_S = 60.0
 """A directory that says nothing for so long at the start is stuck: longer than a server's restart should take."""
@@ -52,10 +52,15 @@ class Hold(Protocol):
     """Whether the job has ended when this is closed; where it has several nodes, that is not so by itself."""
 
     def open(self, run: str, series: str | None = None) -> Findings:
-        """Claim the directory, sweep it, and say what lies there. ConfigurationError where it cannot serve.
+        """Claim the directory, sweep it, and say what lies there.
 
-        `series`: of which training it must be (series.py); None: that is not asked.
+        ConfigurationError where it cannot serve, UnreachableStorage where it does not answer. `series`: of which
+        training it must be (series.py); None: that is not asked.
         """
+        ...
+
+    def go_on(self, job: str, run: str) -> None:
+        """The node of `job` that has claimed it is gone: keep the claim in its stead. Never waits for the storage."""
         ...
 
     def close(self) -> None:
@@ -85,8 +90,14 @@ class OwnHold:
     def open(self, run: str, series: str | None = None) -> Findings:
         """See `Hold.open`."""
         told = self._claim.take(run)
-        own = "" if series is None else settle(self.directory, series, self.job)
+        retry = Retry(deadline_s(), self._moving)
+        own = "" if series is None else settle(self.directory, series, self.job, retry=retry)
         return replace(take_stock(self.directory, told, self._moving), series=own)
+
+    def go_on(self, job: str, run: str) -> None:
+        """See `Hold.go_on`."""
+        self.job = job
+        self._claim.go_on(job, run)
 
     def close(self) -> None:
         """See `Hold.close`."""
@@ -111,21 +122,30 @@ class Held:
         self._pid = 0
 
     def open(self, run: str, series: str | None = None) -> Findings:
-        """See `Hold.open`. Also ConfigurationError where the directory does not answer."""
-        self._line, theirs = socket.socketpair()
-        with theirs:
-            theirs.set_inheritable(True)
-            command = [sys.executable, "-m", "everstep.checkpoint.holder"]
-            asked = json.dumps({"series": series, "several": self._several})
-            words = [str(theirs.fileno()), self.directory, self.job, run, asked]
-            self._pid = os.posix_spawn(sys.executable, [*command, *words], environ.snapshot())
+        """See `Hold.open`."""
+        self._begin(run, {"series": series, "several": self._several})
         found = b""
         while True:
             message, found = self._hear(found)
             if "stock" in message:
                 return Findings.from_json(message["stock"].encode())
             if "refused" in message:
-                raise ConfigurationError(str(message["refused"]))
+                away = message["code"] == ExitCode.BAD_NODE
+                raise (UnreachableStorage if away else ConfigurationError)(str(message["refused"]))
+
+    def _begin(self, run: str, asked: Mapping[str, Any]) -> None:
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            theirs.set_inheritable(True)
+            command = [sys.executable, "-m", "everstep.checkpoint.holder"]
+            words = [str(theirs.fileno()), self.directory, self.job, run, json.dumps(asked)]
+            self._pid = os.posix_spawn(sys.executable, [*command, *words], environ.snapshot())
+
+    def go_on(self, job: str, run: str) -> None:
+        """See `Hold.go_on`. Of a directory nothing is to be kept: the writers of every node hold its lock."""
+        if opening.is_url(self.directory) and self._line is None:
+            self.job = job
+            self._begin(run, {"series": None, "several": self._several, "go_on": True})
 
     def _hear(self, found: bytes) -> tuple[Mapping[str, Any], bytes]:
         """Return the next thing that it says, and what has been read beyond it."""
@@ -134,10 +154,10 @@ class Held:
         while b"\n" not in found:
             left = deadline - self._clock.now()
             if left <= 0 or not select.select([self._line], [], [], left)[0]:
-                raise ConfigurationError(
+                raise UnreachableStorage(
                     f"the checkpoint directory {self.directory} does not answer: nothing has come back from it for "
                     f"{self._silent_s:.0f} s. Its storage is stuck, or gone: see whether `ls` of it returns, mend the "
-                    "mount, or give another --checkpoint-dir."
+                    "mount, and start again; or give another --checkpoint-dir."
                 )
             part = self._line.recv(65536)
             if not part:
@@ -201,20 +221,26 @@ def main(fd: str, directory: str, job: str, run: str, asked: str) -> None:
     threading.Thread(target=_end_with, args=(line.fileno(),), name="everstep-holder-line", daemon=True).start()
     voice = _Voice(line)
     hold = OwnHold(directory, job, moving=voice.moving, several=wanted["several"])
-    try:
-        stock = hold.open(run, wanted["series"])
-    except EverstepError as error:
-        voice.say(refused=str(error))
-    except OSError as error:
-        voice.say(
-            refused=f"the checkpoint directory {directory} cannot be read: {error}; give another --checkpoint-dir"
-        )
+    if wanted.get("go_on"):
+        hold.go_on(job, run)
     else:
-        voice.say(stock=stock.to_json().decode())
+        _open(hold, voice, run, wanted["series"])
     while word := line.recv(1):
         hold.over = hold.over or word == OVER
     hold.close()
     os._exit(0)
+
+
+def _open(hold: OwnHold, voice: _Voice, run: str, series: str | None) -> None:
+    try:
+        stock = hold.open(run, series)
+    except EverstepError as error:
+        voice.say(refused=str(error), code=int(error.exit_code))
+    except OSError as error:
+        told = unopened(hold.directory, error)
+        voice.say(refused=str(told), code=int(told.exit_code))
+    else:
+        voice.say(stock=stock.to_json().decode())
 
 
 def _end_with(line: int) -> None:

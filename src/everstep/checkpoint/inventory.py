@@ -21,7 +21,8 @@ class Inventory:
         self.complete: set[int] = set()
         self.sizes: dict[int, int] = {}  # of the worlds that saved them
         self.metrics: dict[int, Mapping[str, float]] = {}
-        self.struck: set[int] = set()  # a restore could not read them
+        self.struck: set[int] = set()  # a restore found them damaged
+        self.unread: set[int] = set()  # could not be read when the job began, and are not known to be damaged
         self._inherited: frozenset[int] = frozenset()  # by an earlier job, until it is said that we go on from one
 
     def check(self, wounds: Iterable[Hurt]) -> None:
@@ -35,13 +36,19 @@ class Inventory:
                 )
 
     def know(self, findings: Findings) -> None:
-        """Take up the complete ones of those that were found; those that proved damaged when they were read are not."""
+        """Take up the complete ones of those that were found; those that proved damaged when they were read are not.
+
+        One that could not be read may be whole: it is there to be restored, and neither counts nor goes.
+        """
         wounded = {wound.step for wound in findings.wounds}
         for one in findings.found:
-            if one.complete and one.step not in wounded and one.world_size is not None:
+            if one.unread:
+                self.unread.add(one.step)
+            elif one.complete and one.step not in wounded and one.world_size is not None:
                 self.complete.add(one.step)
-                self.sizes[one.step] = one.world_size
                 self.metrics[one.step] = one.metrics
+            if one.world_size is not None and one.step not in wounded:
+                self.sizes[one.step] = one.world_size
         self._inherited = frozenset(self.complete)
 
     def add(self, step: int, world_size: int) -> None:
@@ -49,6 +56,7 @@ class Inventory:
         self.complete.add(step)
         self.sizes[step] = world_size
         self.struck.discard(step)
+        self.unread.discard(step)
 
     def path(self, step: int) -> str:
         """Where the checkpoint of `step` lies, or would."""
@@ -59,9 +67,25 @@ class Inventory:
         """The newest durable step."""
         return max(self.complete, default=None)
 
+    @property
+    def highest(self) -> int | None:
+        """The newest step that is there, or may be."""
+        return max(self.complete | self.unread, default=None)
+
+    @property
+    def lost(self) -> str:
+        """Say so where there were checkpoints, and all of them have proved damaged: to begin anew is not for us."""
+        if not self.complete or not self.complete | self.unread <= self.struck:
+            return ""
+        steps = ", ".join(map(str, sorted(self.complete, reverse=True)))
+        return (
+            f"no checkpoint in {self.directory} is whole any more (step {steps}: what is wrong was told before). "
+            "Nothing was deleted. To begin from the first step, move them away or give another --checkpoint-dir."
+        )
+
     def committed(self) -> Sequence[Committed]:
-        """Whole checkpoints, newest first, for the plan of a generation's beginning."""
-        steps = sorted(self.complete - self.struck, reverse=True)
+        """Checkpoints that are not known to be damaged, newest first, for the plan of a generation's beginning."""
+        steps = sorted((self.complete | self.unread) - self.struck, reverse=True)
         return [Committed(step, self.tier, self._where(step), self.sizes.get(step)) for step in steps]
 
     def _where(self, step: int) -> Mapping[str, object]:

@@ -25,7 +25,14 @@ from everstep.checkpoint import host_addresses
 from everstep.checkpoint.core.hosts import Hosts, arrange
 from everstep.checkpoint.given import in_our_words
 from everstep.checkpoint.tier_settings import LOCAL
-from everstep.errors import CheckpointError, ConfigurationError, ExitCode, UsageError
+from everstep.errors import (
+    CheckpointError,
+    ConfigurationError,
+    EverstepError,
+    ExitCode,
+    UnreachableStorage,
+    UsageError,
+)
 from everstep.process import detach, mark
 from everstep.recovery.link import Link, LinkClosed
 from everstep.recovery.session import current
@@ -95,7 +102,10 @@ def _welcome(link: Link, rank: int) -> Message:
                 return message
             case "ckpt.refused":
                 code = int(message["code"])
-                kinds = {int(ExitCode.CONFIGURATION): ConfigurationError, int(ExitCode.USAGE): UsageError}
+                kinds: dict[int, type[EverstepError]] = {
+                    int(ExitCode.CONFIGURATION): ConfigurationError, int(ExitCode.USAGE): UsageError,
+                    int(ExitCode.BAD_NODE): UnreachableStorage,
+                }  # fmt: skip
                 raise kinds.get(code, CheckpointError)(in_our_words(str(message["text"])))
             case "ckpt.waiting" if rank == 0:
                 say(str(message["text"]))

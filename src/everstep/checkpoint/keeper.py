@@ -5,7 +5,8 @@ what a restore begins from. Ranks come over a socket; each is also watched by th
 
     rank ─▶ ckpt.hello {rank, pid}                  ─▶ ckpt.welcome {…} when all have come, or ckpt.refused {text, code}
     rank ─▶ ckpt.restore {ask, step}                ─▶ ckpt.plan {ask, …} when all ask
-    rank ─▶ ckpt.checked {ask, fits, text}          ─▶ ckpt.go {ask}, another ckpt.plan, or ckpt.misfit {ask, text}
+    rank ─▶ ckpt.checked {ask, fits, text}          ─▶ ckpt.go {ask}, another ckpt.plan, or
+                                                        ckpt.misfit, ckpt.unreachable {ask, text}
     rank ─▶ ckpt.close                              ─▶ ckpt.closed {problems} when all have closed and all is written
 
 A plan that is read from a directory comes with a line to a process that reads it (reading_beside.py). Of several hosts
@@ -159,7 +160,7 @@ class Keeper:
             return
         self._welcomed = True
         for rank, told in host.enter().items():
-            newest = {tier.prefix: tier.inventory.newest for tier in host.tiers}
+            newest = {tier.prefix: tier.inventory.highest for tier in host.tiers}
             host.send(rank, {"kind": "ckpt.welcome", "pid": os.getpid(), "told": told, "newest": newest})
         self._loop.later(PATROL_S, self._patrol)
         self._look()

@@ -14,7 +14,7 @@ from everstep.checkpoint.core.findings import Findings
 from everstep.checkpoint.series import MAKE, strangers
 from everstep.checkpoint.sole_holder import ENTRY
 from everstep.checkpoint.storage import opening
-from everstep.checkpoint.storage.fsspec_bucket import deadline_s
+from everstep.checkpoint.unreachable import deadline_s
 from everstep.errors import ExitCode
 from everstep.process.loop import Loop
 from everstep.recovery.api import Child, Message
@@ -37,6 +37,9 @@ class KeeperHold:
         del run, series
         assert self.findings is not None, "the tier has begun before its directory was had"
         return self.findings
+
+    def go_on(self, job: str, run: str) -> None:
+        """See `Hold.go_on`: the ranks of a Checkpointer are on one host."""
 
     def close(self) -> None:
         """See `Hold.close`: its holder's end gives it up."""
@@ -101,9 +104,9 @@ class Claims:
         text = (
             f"the checkpoint directory {hold.directory} does not answer: nothing has come back from it for "
             f"{self._silent_s(hold):g} s. Its storage is stuck, or gone: see whether `ls` of it returns, mend the "
-            "mount, or give another directory."
+            "mount, and start again; or give another directory."
         )
-        self._refuse(text, int(ExitCode.CONFIGURATION))
+        self._refuse(text, int(ExitCode.BAD_NODE))
 
     def _refuse(self, text: str, code: int) -> None:
         self._open = None

@@ -2,7 +2,7 @@
 
 A worker's side. `open_for(path, walk)` takes a checkpoint of a world of any size; `open_checkpoint` one of its own.
 What `State.bytes_of` returns has just matched its checksum. A wound is a DamagedCheckpoint that names file and reason;
-the caller takes the next best copy.
+the caller takes the next best copy. What cannot be read now is an UnreachableStorage: nothing older is taken for it.
 
 Rule 1: only the chunks that this rank needs are read, each whole, since a checksum covers a whole chunk; what of it
     another rank needs is hashed and dropped, a few MiB at a time.
@@ -31,6 +31,7 @@ from everstep.checkpoint.core.reshard import Digest, Piece, Resharded
 from everstep.checkpoint.core.runs import Run, contiguous, runs
 from everstep.checkpoint.storage import opening
 from everstep.checkpoint.storage.opening import Opening
+from everstep.checkpoint.unreachable import failure
 from everstep.errors import CheckpointError, DamagedCheckpoint
 
 PIECE = 4 << 20
@@ -224,13 +225,13 @@ class _Files:
         try:
             return self._source.read_into(entry.file, into, offset)
         except OSError as error:
-            raise DamagedCheckpoint(f"{self.where(entry.file)}: {error.strerror or error}") from error
+            raise failure(self.where(entry.file), error) from error
 
 
 def open_for(path: str, taker: Taker, through: Opening = opening.reading) -> State:
     """Open the checkpoint at `path` for a rank of any world. DamagedCheckpoint names the wound.
 
-    `through`: who reads it; another process, where nobody may wait for the storage.
+    `through`: who reads it; another process, where nobody may wait for the storage; one who tries again (`retried`).
     """
     manifest = opening.read_manifest(path, through)
     if manifest.world_size == taker.world_size:
@@ -324,10 +325,7 @@ def _description(path: str, manifest: Manifest, rank: int, through: Opening) -> 
     where, fact = os.path.join(path, names.layout(rank)), manifest.files.get(names.layout(rank))
     if fact is None:
         raise DamagedCheckpoint(f"{path}/{names.MANIFEST}: names no description of rank {rank}")
-    try:
-        content = opening.content(path, names.layout(rank), fact.bytes, through)
-    except OSError as error:
-        raise DamagedCheckpoint(f"{where}: {error.strerror or error}") from error
+    content = opening.content(path, names.layout(rank), fact.bytes, through)
     if (len(content), checksum(content)) != (fact.bytes, fact.xxh3):
         raise DamagedCheckpoint(f"{where}: does not match its checksum: cut or changed")
     return content

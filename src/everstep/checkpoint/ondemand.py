@@ -32,7 +32,7 @@ from everstep.checkpoint.holder import Hold
 from everstep.checkpoint.patience import GRACE_S
 from everstep.checkpoint.source import Source
 from everstep.checkpoint.storage import opening
-from everstep.checkpoint.storage.fsspec_bucket import deadline_s
+from everstep.checkpoint.unreachable import deadline_s
 from everstep.events import TierEvent
 from everstep.recovery.api import Child, Message
 from everstep.recovery.core.words import Roster
@@ -79,6 +79,7 @@ class OnDemand(Disk):
         self._described = False  # a first one was
         self.durable_s: dict[int, float] = {}  # monotonic time at which a checkpoint became durable, by step
         self.wounds: list[tuple[int, str]] = []  # step, sentence: found when the directory was taken
+        self.unread: list[tuple[int, str]] = []  # the same of what could not be read
         self._offers: dict[int, _Offer] = {}
         self._newest: dict[int, int] = {}  # the last number of each rank
         self._away: dict[int, str] = {}  # ranks that write no more, and why
@@ -105,7 +106,7 @@ class OnDemand(Disk):
 
     def went_back(self, step: int | None) -> None:
         """The ranks have restored `step`: what is newer on disk is left behind once something newer is durable."""
-        newer = self.inventory.complete - self.inventory.struck
+        newer = (self.inventory.complete | self.inventory.unread) - self.inventory.struck
         self._left_behind = frozenset(s for s in newer if step is not None and s > step)
 
     # Disk
@@ -183,6 +184,10 @@ class OnDemand(Disk):
             self.wounds.append((wound.step, f"step {wound.step} on {self.tier} is damaged ({text})"))
             self._host.emit(TierEvent(tier=self.tier, what="damaged", step=wound.step, text=text))
             self._notice(f"damaged checkpoint {self.inventory.path(wound.step)}: {text}; it is skipped", "error")
+        for away in findings.unread:
+            text = f"{self.inventory.path(away.step)}/{away.file} {away.reason}"
+            self.unread.append((away.step, f"step {away.step} on {self.tier} may be newer ({text})"))
+            self._notice(f"{text}; a restore tries it again, and takes nothing older by itself", "error")
 
     def _check_that_one_is_whole(self) -> None:
         """A restore says what is not."""
@@ -407,10 +412,12 @@ class OnDemand(Disk):
     def _durable(self, save: commit.Save, size: int, seconds: float) -> None:
         """Also give up what the ranks have gone back behind: whoever restores the newest would come back to it."""
         self.durable_s[save.step], self._described = self._host.clock.now(), True
-        behind = sorted((self._left_behind & self.inventory.complete) - {save.step})
+        there = self.inventory.complete | self.inventory.unread
+        behind = sorted((self._left_behind & there) - {save.step})
         self._left_behind = frozenset()
         if behind and self._writers.prune(self._folders(behind), []):
             self.inventory.complete -= set(behind)
+            self.inventory.unread -= set(behind)
             for step in behind:
                 text = f"left behind: the ranks went back, and step {save.step} is durable"
                 self._host.emit(TierEvent(tier=self.tier, what="removed", step=step, text=text))

@@ -13,7 +13,7 @@ from everstep.checkpoint.core import names
 from everstep.checkpoint.directory import share
 from everstep.checkpoint.storage import opening
 from everstep.checkpoint.storage.fsspec_bucket import connect
-from everstep.checkpoint.storage.objects import read_owner
+from everstep.checkpoint.storage.owner import read_owner
 from everstep.checkpoint.visible import LATE, LOOK_S
 from everstep.clock import SYSTEM, Clock
 from everstep.recovery.link import Link

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from everstep.checkpoint.core import names
 from everstep.checkpoint.core.manifest import FileFact, Fragment, Manifest, checksum, merge
 from everstep.checkpoint.fileops import FileOps, put
+from everstep.checkpoint.unreachable import failure
 from everstep.errors import CheckpointError, DamagedCheckpoint
 
 Describe = Callable[[Manifest], bytes]
@@ -137,13 +138,16 @@ def read_manifest(path: str) -> Manifest:
 
 
 def parsed(where: str, content: Callable[[], bytes], step: int | None) -> Manifest:
-    """Return the manifest that `content` reads at `where`; DamagedCheckpoint where it is none, or of another step."""
+    """Return the manifest that `content` reads at `where`.
+
+    DamagedCheckpoint where it is none, or of another step; UnreachableStorage where it cannot be read now.
+    """
     try:
         manifest = Manifest.from_bytes(content())
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{where}: {error}") from error
     except OSError as error:
-        raise DamagedCheckpoint(f"{where}: {error.strerror or error}") from error
+        raise failure(where, error) from error
     if step is not None and step != manifest.step:
         raise DamagedCheckpoint(f"{where}: it is of step {manifest.step}, not {step}; a directory was renamed")
     return manifest

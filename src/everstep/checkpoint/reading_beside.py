@@ -1,14 +1,15 @@
 """Reads checkpoints for a rank in a process of its own, so that a read that never returns is an error, not a hang.
 
-A rank that stands in a call to a dead server or a frozen device cannot be interrupted, nor ended. So its keeper forks
-one who reads, and hands the rank a line to it: `Beside` is a `storage.opening.Opening` for `load.open_for`.
+A rank that stands in a call to a dead server or a frozen device cannot be interrupted, nor ended. So its keeper, or its
+agent, forks one who reads, and hands the rank a line to it: `Beside` is a `storage.opening.Opening` for
+`load.open_for`.
 
     rank ─▶ open + socket, window         a conversation: one question at a time, one thread here for each
     rank ─▶ read {path, name, offset, count}       ─▶ {count}: so many bytes lie in the window  | {error, …}
     rank ─▶ manifest {path} | size {path, name}    ─▶ {count}, or a descriptor of more | {size}
 
-Rule 1: an answer that does not come within the grace time makes the place stuck: StuckStorage, at once for every other
-question too. It is no damage: nothing is struck out for it, and nothing older taken in its stead.
+Rule 1: an answer that does not come within the grace time makes the place stuck: UnreachableStorage, at once for every
+other question too. It is no damage: nothing is struck out for it, and nothing older taken in its stead.
 Rule 2: what is read is compared with its checksum by the rank, as ever: this process adds no trust.
 """
 
@@ -20,26 +21,26 @@ import queue
 import select
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from everstep.checkpoint import visible
 from everstep.checkpoint.storage import opening
 from everstep.checkpoint.storage.api import Reading
-from everstep.checkpoint.storage.fsspec_bucket import deadline_s
-from everstep.errors import CheckpointError
+from everstep.checkpoint.unreachable import deadline_s
+from everstep.clock import SYSTEM, Clock
+from everstep.errors import CheckpointError, UnreachableStorage
 from everstep.recovery.link import Link, LinkClosed
 
 ENTRY = "everstep.checkpoint.reading_beside:main"
+HELPER = "everstep.checkpoint.reading_beside:helper"
+DOOR_S = 60.0
+"""So long an agent may take to give a rank its reader: it forks one, and has one thread."""
 WINDOW = 4 << 20
 BLOCK = 1 << 20
 BLOCKS = 8
 """Small reads are served from blocks: a state of a thousand tensors is not a thousand questions."""
-
-
-class StuckStorage(CheckpointError):
-    """A place where checkpoints lie has not answered in time."""
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class Beside:
     ) -> tuple[Mapping[str, Any], bytes]:
         """Ask one question; what lies in the window is put into `into`, or returned."""
         if self._stuck:
-            raise StuckStorage(self._stuck)
+            raise UnreachableStorage(self._stuck)
         talk = self._talk()
         try:
             talk.link.send({"kind": kind, "path": path, **facts})
@@ -94,8 +95,6 @@ class Beside:
             talk.close()
             raise
         self._idle.put(talk)
-        if answer.get("errno") == errno.ETIMEDOUT:  # a store's own limit
-            raise StuckStorage(f"{path} does not answer: {answer['error']}; nothing was restored")
         if "error" in answer:
             raise OSError(int(answer["errno"]), str(answer["error"]), answer["file"])
         return answer, found
@@ -107,9 +106,10 @@ class Beside:
         if not poll.poll(grace_s * 1000):
             self._stuck = (
                 f"{path} does not answer: a read has not come back for {grace_s:g} s. Its storage is stuck, or gone: "
-                "see whether `ls` of it returns, and mend the mount; nothing was restored"
+                "see whether `ls` of it returns, mend the mount, and start again. It may be whole, so nothing older is "
+                "taken in its stead; nothing was restored"
             )
-            raise StuckStorage(self._stuck)
+            raise UnreachableStorage(self._stuck)
         answer, fds = talk.link.receive()
         if fds:
             with open(fds[0], "rb") as file:
@@ -138,6 +138,38 @@ class Beside:
             theirs.close()
             os.close(fd)
         return talk
+
+
+class Readers:
+    """Has a rank's agent start who reads for it. `send`: to the agent. Two threads: main, and the line's."""
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self._send = send
+        self._asked = 0
+        self._doors: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def ask(self, tier: str, clock: Clock = SYSTEM) -> Beside:
+        """Return a reader of a directory; an answer of its may take as long as a call may. Main thread.
+
+        CheckpointError where the agent gives none.
+        """
+        self._asked += 1
+        self._send({"kind": f"{tier}.reader", "ask": self._asked})
+        until = clock.now() + DOOR_S
+        while (left := until - clock.now()) > 0:
+            with contextlib.suppress(queue.Empty):
+                ask, fd = self._doors.get(timeout=left)
+                if ask == self._asked:
+                    return Beside(fd, deadline_s())
+                os.close(fd)  # it was asked for by a generation that has ended
+        raise CheckpointError(
+            f"the agent has given no process to read the {tier} tier for {DOOR_S:g} s: the node is overloaded, or the "
+            "zygote cannot fork; see its notices"
+        )
+
+    def on_message(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+        """The agent's answer. The line's thread."""
+        self._doors.put((int(message["ask"]), fds[0]))
 
 
 class _There:
@@ -215,9 +247,9 @@ class _Reader:
         try:
             return self._said(message, window)
         except OSError as error:
-            told = {"error": error.strerror or str(error), "errno": error.errno or 0, "file": error.filename}
+            told = {"error": error.strerror or str(error), "errno": error.errno or errno.EIO, "file": error.filename}
         except Exception as error:  # noqa: BLE001 - a client library of a store raises what it likes
-            told = {"error": f"{type(error).__name__}: {error}", "errno": 0, "file": None}
+            told = {"error": f"{type(error).__name__}: {error}", "errno": errno.EIO, "file": None}
         return {"kind": "failed", **told}, b""
 
     def _said(self, message: Mapping[str, Any], window: mmap.mmap) -> tuple[dict[str, Any], bytes]:
@@ -257,9 +289,16 @@ def _send_more(link: Link, answer: Mapping[str, Any], content: bytes) -> None:
 
 
 def main(link: Link, *, visible_s: float | None = None) -> None:
-    """Entry of the process: serve conversations until the rank lets go. `visible_s`: see `_Reader`."""
+    """Entry of a keeper's: serve conversations until the rank lets go. `visible_s`: see `_Reader`."""
     serve(link, visible_s)
     os._exit(0)  # whatever its threads are doing
+
+
+def helper(link: Link) -> None:
+    """Entry of an agent's: it is told which rank to serve."""
+    _, fds = link.receive()
+    serve(Link.from_fd(fds[0]))
+    os._exit(0)
 
 
 def serve(link: Link, visible_s: float | None = None) -> None:

@@ -15,10 +15,19 @@ from everstep.checkpoint.keeper_line import KeeperLine
 from everstep.checkpoint.load import open_for
 from everstep.checkpoint.reading_beside import Beside
 from everstep.checkpoint.snapshot import Snapshotter
+from everstep.checkpoint.storage.opening import retried
 from everstep.checkpoint.tier_client import TierClient
 from everstep.checkpoint.tier_settings import GRACE_S
+from everstep.checkpoint.unreachable import Retry
 from everstep.checkpoint.walk import StateWalk
-from everstep.errors import CheckpointError, ConfigurationError, DamagedCheckpoint, EverstepError, StateMismatch
+from everstep.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DamagedCheckpoint,
+    EverstepError,
+    StateMismatch,
+    UnreachableStorage,
+)
 
 Payload = Callable[[Leaf], bytearray | memoryview]
 
@@ -99,7 +108,8 @@ class Restorer:
             self._line.say_again({"kind": "ckpt.checked", "what": what, "text": text})
             said = self._line.answer()
         if said["kind"] != "ckpt.go":
-            raise self._error or CheckpointError(f"rank {self._rank}: nothing was restored: {said['text']}")
+            kind = UnreachableStorage if said["kind"] == "ckpt.unreachable" else CheckpointError
+            raise self._error or kind(f"rank {self._rank}: nothing was restored: {said['text']}")
         return self._written(plan, strict=strict)
 
     def _checked(self, plan: Mapping[str, Any], made: Given, *, strict: bool) -> tuple[str, str]:
@@ -121,7 +131,8 @@ class Restorer:
             return "damaged", f"step {plan['step']} {where} is damaged ({error})"
         except (EverstepError, TypeError) as error:
             self._error = type(error)(in_our_words(str(error)))
-            return "misfit", f"rank {self._rank}: {self._error}"
+            what = "unreachable" if isinstance(error, UnreachableStorage) else "misfit"
+            return what, f"rank {self._rank}: {self._error}"
         return "fits", ""
 
     def _check_that_nothing_is(self, plan: Mapping[str, Any]) -> None:
@@ -139,7 +150,7 @@ class Restorer:
             found = _Found(walk, *memory)
         else:
             assert self._beside is not None, "a plan from a directory comes with who reads it"
-            saved = open_for(source["path"], walk, self._beside)
+            saved = open_for(source["path"], walk, retried(self._beside, Retry(self._grace_s)))
             found = _Found(walk, saved.layout, saved.bytes_of, saved.refused, saved.close)
             self._found = found  # closed in any case
             saved.prepare()

@@ -3,6 +3,7 @@
 all ranks ask ──▶ a plan ──▶ each reads, verifies and compares ──▶ all can: go
                     ▲                    │ one finds damage: struck out
                     └────────────────────┘ one cannot take it: misfit, for all, and nothing was written
+                                           one cannot read it now: unreachable, for all; nothing older is taken for it
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from typing import Any
 
 from everstep.checkpoint.core.plan import MEMORY, Plan
 from everstep.checkpoint.keeper_host import KeeperHost
+
+_WORSE_FIRST = ("misfit", "damaged", "unreachable")
 
 
 class Restoring:
@@ -46,13 +49,14 @@ class Restoring:
         if len(self._checked) < self._host.world_size:
             return
         checked = [one for _, one in sorted(self._checked.items())]
-        misfits = [one["text"] for one in checked if one["what"] == "misfit"]
-        damaged = [one["text"] for one in checked if one["what"] == "damaged"]
-        if misfits:
-            self._misfit("; ".join(misfits))
-        elif damaged:
-            self._struck += dict.fromkeys(damaged)
+        said = {what: [one["text"] for one in checked if one["what"] == what] for what in _WORSE_FIRST}
+        if said["misfit"]:
+            self._misfit("; ".join(said["misfit"]))
+        elif said["damaged"]:
+            self._struck += dict.fromkeys(said["damaged"])
             self._plan()
+        elif said["unreachable"]:
+            self._misfit("; ".join(said["unreachable"]), unreachable=True)
         else:
             self._go()
 
@@ -72,7 +76,8 @@ class Restoring:
         told = self._host.enter(step)
         plan = self._host.shelf.plan
         assert plan is not None
-        newer = [text for tier in self._host.tiers for at, text in tier.wounds if at > (plan.step or 0)]
+        found = [one for tier in self._host.tiers for one in (*tier.wounds, *tier.unread)]
+        newer = [text for at, text in found if at > (plan.step or 0)]
         why = "; ".join([plan.reason, *newer, *self._struck])
         lost = "" if plan.step is not None or plan.unfit else self._lost()
         body = {"kind": "ckpt.plan", "step": plan.step, "tier": plan.tier, "age_s": self._age(plan), "why": why}
@@ -118,8 +123,9 @@ class Restoring:
         self._asked.clear()
         self._checked.clear()
 
-    def _misfit(self, text: str) -> None:
+    def _misfit(self, text: str, *, unreachable: bool = False) -> None:
+        kind = "ckpt.unreachable" if unreachable else "ckpt.misfit"
         for rank, message in self._asked.items():
-            self._host.send(rank, {"kind": "ckpt.misfit", "ask": message["ask"], "text": text})
+            self._host.send(rank, {"kind": kind, "ask": message["ask"], "text": text})
         self._asked.clear()
         self._checked.clear()

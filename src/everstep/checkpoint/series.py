@@ -14,6 +14,7 @@ from everstep.checkpoint.core import names
 from everstep.checkpoint.fileops import FileOps, PosixFiles, put
 from everstep.checkpoint.storage.fsspec_bucket import connect
 from everstep.checkpoint.storage.opening import is_url, open_storage
+from everstep.checkpoint.unreachable import ONCE, Retry
 
 MAKE = ""
 """Asked for: the place's own name, whichever it is; one is made where it has none."""
@@ -22,15 +23,16 @@ UNNAMED = "unnamed"
 _NAME = re.compile(rb"[0-9a-f]{16}\n\Z")
 
 
-def settle(directory: str, wanted: str, job: str, files: FileOps | None = None) -> str:
+def settle(directory: str, wanted: str, job: str, files: FileOps | None = None, retry: Retry = ONCE) -> str:
     """Return the name of the training that `directory` belongs to; one that has none and is empty gets `wanted`.
 
-    For who holds the directory. Where it is another than `wanted`, nothing was changed.
+    For who holds the directory. Where it is another than `wanted`, nothing was changed. `retry`: how long what cannot
+    be read is asked for again; then its OSError.
     """
-    own = _read(directory)
+    own = retry(lambda: _read(directory))
     if own and wanted in (own, MAKE):
         return own
-    if wanted != MAKE and (own or open_storage(directory, files).scan()):
+    if wanted != MAKE and (own or open_storage(directory, files, retry).scan()):
         return own or UNNAMED
     name = wanted or secrets.token_hex(8)
     _write(directory, name, job, files or PosixFiles())

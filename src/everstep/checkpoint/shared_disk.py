@@ -58,7 +58,9 @@ class SharedDisk(Coordinating):
     def _succeed(self, before: str) -> None:
         """We are the next in line. Where it went before it could say under what name it held the directory: by ours."""
         told = self._told_job or str(self._words.get(before, {}).get("job", ""))
-        if not told:
+        if told:
+            self._hold.go_on(told, self._host.run_dir)
+        else:
             Disk.start(self, self._host)
         self._told_job = told or self._hold.job
         self._standings = {}

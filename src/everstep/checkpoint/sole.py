@@ -12,7 +12,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from everstep.checkpoint.directory import ELSEWHERE_S
+from everstep.checkpoint.directory import ELSEWHERE_S, mend
+from everstep.checkpoint.unreachable import AWAY, is_away, unreachable, why
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 
@@ -58,9 +59,11 @@ class SoleUse:
             os.makedirs(self._directory, exist_ok=True)
             self._fd = os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
+            if is_away(error):
+                raise unreachable(self._directory, f"it cannot be made or written to: {why(error)}", AWAY) from error
             raise ConfigurationError(
-                f"the checkpoint directory {self._directory} cannot be made or written to: {error.strerror}. Give the "
-                "Checkpointer a directory that this user can write to."
+                f"the checkpoint directory {self._directory} cannot be made or written to: {error.strerror}. "
+                f"{mend(error)}Give the Checkpointer a directory that this user can write to."
             ) from error
 
     def ending(self) -> None:
@@ -81,7 +84,7 @@ class SoleUse:
         except OSError as error:
             raise ConfigurationError(
                 f"the checkpoint directory {self._directory} cannot be claimed by a lock ({self._path}): "
-                f"{error.strerror}. Give the Checkpointer a directory whose file system has flock."
+                f"{error.strerror}. {mend(error)}Give the Checkpointer a directory whose file system has flock."
             ) from error
         return True
 

@@ -26,8 +26,9 @@ from everstep.checkpoint.sole import POLL_S, SoleUse
 from everstep.checkpoint.sole_objects import SoleObjects
 from everstep.checkpoint.stocktaking import take_stock
 from everstep.checkpoint.storage import opening
+from everstep.checkpoint.unreachable import Retry, deadline_s, unopened
 from everstep.clock import SYSTEM, Clock
-from everstep.errors import ConfigurationError, EverstepError, ExitCode
+from everstep.errors import ConfigurationError, EverstepError
 from everstep.recovery.link import Link, LinkClosed
 
 ENTRY = "everstep.checkpoint.sole_holder:main"
@@ -126,14 +127,14 @@ def main(
     try:
         held = sole(directory, job, who, SYSTEM, voice.moving)
         told = held.take(who, wait_s, lambda text: voice.say("waiting", text=text))
-        own = "" if series is None else settle(directory, series, job)
+        own = "" if series is None else settle(directory, series, job, retry=Retry(deadline_s(), voice.moving))
         findings = replace(take_stock(directory, told, voice.moving), series=own)
         voice.say("stock", lock=held.lock, findings=json.loads(findings.to_json()))
     except EverstepError as error:
         voice.say("refused", text=str(error), code=int(error.exit_code))
     except OSError as error:
-        text = f"the checkpoint directory {directory} cannot be read: {error}; give another directory"
-        voice.say("refused", text=text, code=int(ExitCode.CONFIGURATION))
+        unhad = unopened(directory, error)
+        voice.say("refused", text=str(unhad), code=int(unhad.exit_code))
     except Exception as error:  # noqa: BLE001 - a client library of a store raises what it likes
         refused = ConfigurationError(
             f"the checkpoint storage {directory} cannot be used: {type(error).__name__}: {error}"

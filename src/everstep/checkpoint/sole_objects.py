@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable
 
 from everstep.checkpoint.storage.fsspec_bucket import connect
-from everstep.checkpoint.storage.objects import LOOK_S, ObjectClaim, read_owner, told
+from everstep.checkpoint.storage.object_claim import LOOK_S, ObjectClaim
+from everstep.checkpoint.storage.owner import read_owner, told
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 

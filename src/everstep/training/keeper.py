@@ -4,14 +4,19 @@ Order of a restore (EXPERIMENTS B3): models, optimizers, schedulers and the load
 iterator is made; the random generators last, right before the first step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from everstep.checkpoint import visible
+from everstep.checkpoint.core.layout import Leaf
 from everstep.checkpoint.core.plan import MEMORY
 from everstep.checkpoint.intent_client import DIRECTORIES, Disks
 from everstep.checkpoint.load import State, open_for
+from everstep.checkpoint.reading_beside import Beside, Readers
 from everstep.checkpoint.snapshot import Recovered, Snapshotter
+from everstep.checkpoint.storage.opening import retried
+from everstep.checkpoint.unreachable import Retry, deadline_s
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, DamagedCheckpoint, StateMismatch, UsageError, WorldTooSmall
 from everstep.events import Category, Notice, Restored, SpanClosed, SpanOpened
@@ -39,8 +44,14 @@ class Keeper:
         disks: Disks,
         telemetry: Telemetry,
         clock: Clock,
+        readers: Readers | None = None,
     ) -> None:
+        """`readers`: who has directories read; left out: nobody reads any."""
         self._snapshotter, self._disks, self._telemetry, self._clock = snapshotter, disks, telemetry, clock
+        self._readers = readers
+        self._beside: Beside | None = None
+        self.reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Entered while a directory is read: each of these waits has a limit of its own."""
         self._rank, self._world_size = assignment.rank, assignment.world_size
         self._generation = assignment.generation
         self._told_of = {name: assignment.companions[name] for name in DIRECTORIES if name in assignment.companions}
@@ -101,6 +112,7 @@ class Keeper:
                 f"{self._mend()}"
             )
         if source is None:
+            self._check_that_nothing_is_lost()
             self._snapshotter.take(0)  # so that a fault in the first step begins from these very weights
             return 0
         began = self._clock.now()
@@ -120,18 +132,48 @@ class Keeper:
             self._disks.restored(recovered.tier, step, total)
         return step
 
+    def _check_that_nothing_is_lost(self) -> None:
+        """Where all that was saved has proved damaged, a person decides: to begin at step 1 again is not for us."""
+        for told in self._told_of.values():
+            if told.get("lost"):
+                raise ConfigurationError(str(told["lost"]))
+
     def _from_disk(self, source: Mapping[str, Any]) -> Recovered:
-        if source.get("shared"):
-            visible.wait(source["path"])
+        """From a directory, by way of another process. UnreachableStorage: it cannot be read now, and the job ends."""
         try:
-            saved = self._saved = open_for(source["path"], self._snapshotter.bound)
-            saved.prepare()
+            with self.reading():
+                saved = self._saved = self._opened(source)
+                saved.prepare()
             return self._snapshotter.restore_from(
-                int(source["step"]), source["tier"], saved.layout, saved.bytes_of, saved.refused
+                int(source["step"]), source["tier"], saved.layout, self._bytes_of, saved.refused
             )
-        except DamagedCheckpoint as error:
-            self._disks.damaged(source["tier"], int(source["step"]), str(error))
+        except BaseException as error:
+            if isinstance(error, DamagedCheckpoint):
+                self._disks.damaged(source["tier"], int(source["step"]), str(error))
+            self.let_go()
             raise
+
+    def _opened(self, source: Mapping[str, Any]) -> State:
+        assert self._readers is not None, "a plan from a directory comes with an agent"
+        beside = self._beside = self._readers.ask(source["tier"])
+        through = retried(beside, Retry(deadline_s(), clock=self._clock))
+        if source.get("shared"):
+            visible.wait(source["path"], clock=self._clock, look=visible.seen_through(through))
+        return open_for(source["path"], self._snapshotter.bound, through)
+
+    def _bytes_of(self, leaf: Leaf) -> memoryview:
+        assert self._saved is not None
+        with self.reading():
+            return self._saved.bytes_of(leaf)
+
+    def let_go(self) -> None:
+        """Nothing is read any more; twice does no harm."""
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            saved.close()
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            beside.close()
 
     def _saved_by(self, source: Mapping[str, Any]) -> int:
         """The size of the world whose state this is."""
@@ -154,9 +196,7 @@ class Keeper:
     def restore_randomness(self) -> None:
         """See `parts.Keeper.restore_randomness`. What another world saved is sealed in this one's form at once."""
         self._snapshotter.restore_generators()
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            saved.close()
+        self.let_go()
         step, self._resettle = self._resettle, None
         if step is not None:
             self._snapshotter.resettle(step)

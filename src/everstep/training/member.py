@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.intent_client import READERS, Disks
+from everstep.checkpoint.reading_beside import Readers
 from everstep.checkpoint.snapshot import Snapshotter
 from everstep.clock import Clock
 from everstep.events import Category, Event, Numerics, SpanClosed, SpanOpened, StepValues
@@ -31,7 +32,8 @@ class Ours:
         self._session, self._backend = session, backend
         self.interrupter = Interrupter()
         self._snapshotter = Snapshotter(session.send, clock=session.clock)
-        self._disks = Disks(session.send)
+        self._disks, self._readers = Disks(session.send), Readers(session.send)
+        self._keeper: Keeper | None = None
         self._calls = Calls(session.send)
         self._cleaning = Cleaning(clock=session.clock)
         session.on("snapshot", self._snapshotter.on_message)
@@ -40,8 +42,10 @@ class Ours:
         session.on("fault", self._heard_fault)
 
     def _heard_disk(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
-        del fds  # none come
-        self._disks.on_message(message)
+        if fds:
+            self._readers.on_message(message, fds)
+        else:
+            self._disks.on_message(message)
 
     def _heard_fault(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
         del fds  # none come
@@ -52,8 +56,12 @@ class Ours:
         """Make this generation's groups and hand out its Run."""
         session, rank, world = self._session, assignment.rank, assignment.world_size
         self._snapshotter.begin(rank, world, assignment.companions.get("snapshot", {}))
-        keeper = Keeper(assignment, self._snapshotter, self._disks, session.telemetry, session.clock)
+        keeper = Keeper(
+            assignment, self._snapshotter, self._disks, session.telemetry, session.clock, readers=self._readers
+        )
         parts = MemberParts(session, self.interrupter, assignment, self._backend, keeper, self._calls)
+        keeper.reading = parts.reading
+        self._keeper = keeper
         with self._cleaning.meeting.entered(assignment):
             self._cleaning.meeting.init_process_group(self._backend)
             parts.open_setup()
@@ -72,6 +80,8 @@ class Ours:
     def clean(self, error: BaseException | None) -> tuple[str, ...]:
         """See `Cleaner.clean`."""
         self._snapshotter.settle()
+        if self._keeper is not None:
+            self._keeper.let_go()
         self._disks.rewound(0)  # intents of the next generation come after its assignment
         return self._cleaning.clean(error)
 
@@ -108,6 +118,15 @@ class MemberParts:
         self.last_values: dict[str, float] = {}
         self._new_step: int | None = assignment.companions.get("progress", {}).get("new")
         self._setup = (Category.REBUILD if assignment.generation else Category.STARTUP).value
+
+    @contextlib.contextmanager
+    def reading(self) -> Generator[None]:
+        """A directory is read, by way of another process: that ends each wait by itself, and none is a hang."""
+        self.enter_phase(Phase.DECLARED, 0.0, "restore")
+        try:
+            yield
+        finally:
+            self.enter_phase(Phase.FIRST)
 
     def emit(self, event: Event, *, at_s: float | None = None) -> None:
         """See `Parts.emit`."""

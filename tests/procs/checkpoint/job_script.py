@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 
 import numpy as np
@@ -27,6 +28,8 @@ def train(run):
     random.seed(run.rank)
     rows = torch.arange(100 * 16, dtype=torch.float32).reshape(100, 16) / 1600
     loader = StatefulDataLoader(rows, batch_size=8, shuffle=True, drop_last=True)  # 12 batches an epoch
+    if os.environ.get("STOP_BEFORE_RESTORE"):
+        os.kill(int(os.environ["STOP_BEFORE_RESTORE"]), signal.SIGSTOP)
     for step, batch in run.steps(STEPS, loader, model=model, optimizer=optimizer, scheduler=scheduler):
         SYSTEM.sleep(PAUSE_S)
         noise = torch.randn(8, 16) + random.random() + np.random.rand()

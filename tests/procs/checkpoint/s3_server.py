@@ -54,7 +54,10 @@ class Server:
 AUTHORIZATION = "AWS4-HMAC-SHA256 Credential=k/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=x"
 
 
-REFUSALS = {"500": ("InternalError", "We encountered an internal error."), "403": ("AccessDenied", "Access Denied")}
+REFUSALS = {
+    "500": ("InternalError", "We encountered an internal error."), "403": ("AccessDenied", "Access Denied"),
+    "503": ("SlowDown", "Please reduce your request rate."),
+}  # fmt: skip
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -66,12 +69,13 @@ class Handler(BaseHTTPRequestHandler):
         door = self.server.door
         length = self.headers.get("Content-Length")
         body = self.rfile.read(int(length)) if length else b""
-        if door.mode == "hang":
+        mode = door.takes(self.command, self.path)
+        if mode == "hang":
             door.released.wait(LIMIT_S)
             self.close_connection = True
-        elif door.mode in REFUSALS:
-            name, text = REFUSALS[door.mode]
-            self.reply(int(door.mode), {}, f"<Error><Code>{name}</Code><Message>{text}</Message></Error>".encode())
+        elif mode in REFUSALS:
+            name, text = REFUSALS[mode]
+            self.reply(int(mode), {}, f"<Error><Code>{name}</Code><Message>{text}</Message></Error>".encode())
         else:
             self.hand_on(door.inner, body)
 
@@ -103,16 +107,22 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Door:
-    """Hands requests on, or does not: `mode` is read at each."""
+    """Hands requests on, or does not: `mode` is read at each. `part`: of those that read a key with it in its name."""
 
     def __init__(self, server):
         self.mode, self.inner, self.released = "open", server.port, threading.Event()
+        self.part, self.asked = "", []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.door = self
         self._server.daemon_threads = True
         self.port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
+
+    def takes(self, method, path):
+        """How it takes a request."""
+        self.asked.append((method, path))
+        return self.mode if not self.part or (method == "GET" and self.part in path) else "open"
 
     def close(self):
         self.released.set()

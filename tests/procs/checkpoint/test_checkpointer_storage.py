@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from everstep.checkpoint import Checkpointer, catalog
-from everstep.errors import CheckpointError, ConfigurationError, UsageError
+from everstep.errors import CheckpointError, ConfigurationError, UnreachableStorage, UsageError
 
 pytestmark = [
     pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -152,15 +153,48 @@ def test_a_server_that_fails_refuses_or_hangs_fails_saves_by_name_and_a_restore_
     door.released.set()
     assert ckpt.save(9, state(9.0)).wait(PATIENCE_S).what == "committed"
     ckpt.close()
-    again, back = make(url), state(0.0)
+    again, back = make(url, grace=2.0), state(0.0)
     door.mode = "hang"
     door.released.clear()
-    with pytest.raises(CheckpointError, match="does not answer: the store has not answered for 3 s"):
+    with pytest.raises(UnreachableStorage, match="cannot be read now: the store has not answered for 3 s"):
         again.restore(back)
     assert back["n"] == 0.0
     door.mode = "open"
     door.released.set()
     assert again.restore(back).step == 9
+    again.close()
+
+
+def test_what_cannot_be_read_now_is_tried_again_and_nothing_older_is_taken_for_it(make, door):
+    """A store that refuses the newest: an error by name; the older one on demand; and the newest when it is back."""
+    url = f"s3://bucket/one-{next(NUMBERS)}"
+    ckpt = make(url)
+    for step in (1, 2):
+        assert ckpt.save(step, state(float(step))).wait(PATIENCE_S).what == "committed"
+    ckpt.close()
+    door.part, door.mode = "step-2.", "403"
+    again, back = make(url, grace=3.0), state(0.0)
+    with pytest.raises(UnreachableStorage, match=r"step-2/\S+ cannot be read now: Access Denied") as caught:
+        again.restore(back)
+    assert "grace= is how long a read is tried" in str(caught.value)
+    assert "nothing older is taken in its stead" in str(caught.value)
+    assert back["n"] == 0.0
+    restored = again.restore(back, step=1)
+    assert (restored.step, back["n"]) == (1, 1.0)
+    assert "step 2 on disk may be newer" in restored.why
+    seen = len(door.asked)
+    opens = threading.Thread(target=lambda: opened_after(door, seen + 2))
+    opens.start()
+    assert again.restore(back).step == 2
+    opens.join()
+    assert back["n"] == 2.0
+
+
+def opened_after(door, requests):
+    deadline = time.monotonic() + GUARD_S
+    while len(door.asked) < requests and time.monotonic() < deadline:
+        time.sleep(0.01)
+    door.mode = "open"
 
 
 def forked(size, body, tmp_path):

@@ -13,9 +13,10 @@ import pytest
 from everstep.checkpoint import catalog, commands
 from everstep.checkpoint.core import names
 from everstep.checkpoint.storage.fsspec_bucket import PART, connect
-from everstep.checkpoint.storage.objects import ObjectClaim, ObjectStorage
+from everstep.checkpoint.storage.object_claim import ObjectClaim
+from everstep.checkpoint.storage.objects import ObjectStorage
 from everstep.clock import SYSTEM
-from everstep.errors import ConfigurationError
+from everstep.errors import ConfigurationError, UnreachableStorage
 from everstep.testing import storage_rules as rules
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
@@ -222,13 +223,48 @@ def test_a_server_that_refuses_breaks_hangs_or_is_killed_fails_saves_by_name_and
     assert len({line.split()[3] for line in job.losses.read_text().splitlines()}) == 2, "the ranks never stopped"
 
 
-@pytest.mark.parametrize(("mode", "words"), [("403", "Access Denied"), ("500", "internal error"),
-                                             ("hang", "has not answered for 2 s")])  # fmt: skip
-def test_a_store_that_refuses_breaks_or_hangs_is_told_before_the_first_step(door, monkeypatch, mode, words):
-    for key, value in s3_server.environment(door.port, 2 if mode == "hang" else 60).items():
+REFUSED = r"the checkpoint storage s3://bucket/forbidden cannot be written to: .*"
+AWAY = r"s3://bucket/forbidden is away: it cannot be written to: .*"
+
+
+@pytest.mark.parametrize(("mode", "kind", "words"), [
+    ("403", ConfigurationError, REFUSED + "Access Denied"),
+    ("500", UnreachableStorage, AWAY + "(internal error|has not answered for 4 s)"),  # a client's own retries take time
+    ("hang", UnreachableStorage, AWAY + "has not answered for 2 s"),
+])  # fmt: skip
+def test_a_store_that_refuses_breaks_or_hangs_is_told_before_the_first_step(door, monkeypatch, mode, kind, words):
+    """What passes by itself is tried again, and then a scheduler is to (75); what does not is told at once (78)."""
+    for key, value in s3_server.environment(door.port, 2 if mode == "hang" else 4).items():
         monkeypatch.setenv(key, value)
     door.mode = mode
     began = SYSTEM.now()
-    with pytest.raises(ConfigurationError, match=rf"s3://bucket/forbidden cannot be written to: .*{words}"):
+    with pytest.raises(kind, match=words):
         ObjectClaim(connect("s3://bucket/forbidden"), "aaaaaaaa").take("run")
     assert SYSTEM.now() - began < 60
+
+
+def test_a_bucket_that_is_not_there_is_no_empty_prefix(here):
+    with pytest.raises(UnreachableStorage, match=r"its listing failed: .*ucket does not exist"):
+        catalog.scan("s3://nowhere/prefix")
+
+
+@pytest.mark.long
+def test_a_store_that_cannot_be_read_now_ends_the_job_with_75_and_the_next_start_goes_on_from_the_newest(door, start):
+    """Throttled at the restore, refused at the start: no older step, no fresh start; the scheduler tries again."""
+    words = {"directory": "away", "interval": 5, "deadline_s": 4}
+    code, told = start("first", 17, door.port, **words).end()
+    assert code == 0, told
+    for name, mode, part in (("throttled", "503", "step-17."), ("refused", "403", "step-17/"), ("down", "500", "")):
+        door.mode, door.part = mode, part
+        job = start(name, 30, door.port, **words)
+        code, told = job.end()
+        assert code == 75, told
+        assert ("is away" if mode == "500" else "cannot be read now") in told
+        assert "nothing older is taken in its stead" in told
+        assert not job.losses.exists(), "a step was done"
+        assert job.events("Restored") == []
+    door.mode, door.part = "open", ""
+    job = start("second", 30, door.port, **words)
+    code, told = job.end()
+    assert code == 0, told
+    assert {e["step"] for e in job.events("Restored")} == {17}

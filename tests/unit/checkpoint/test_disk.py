@@ -320,6 +320,26 @@ def test_a_checkpoint_that_a_restore_cannot_read_is_struck_out(bench, tmp_path):
     assert [c.step for c in b.disk.committed()] == [20, 10]
 
 
+def test_a_job_whose_checkpoints_all_prove_damaged_does_not_begin_anew(bench, tmp_path):
+    """A restore has struck out one after the other, and memory is gone: step 1 again is not for us to choose."""
+    first = bench()
+    first.enter()
+    first.steps(1, 20)
+    first.close()
+    b = bench()
+    told = []
+    real = b.disk.on_roster
+    b.disk.on_roster = lambda roster: told.append(real(roster)) or told[-1]
+    b.enter()
+    b.clients[0].damaged(20, "__0_0.distcp: cut")
+    assert b.enter() == 10
+    b.clients[1].damaged(10, "__1_0.distcp: cut")
+    b.enter()
+    assert [one[0]["lost"] == "" for one in told] == [True, True, False]
+    assert "is whole any more (step 20, 10" in told[-1][1]["lost"]
+    assert on_disk(tmp_path) == ["step-10", "step-20"]
+
+
 @pytest.mark.parametrize(
     ("size", "derived"), [(4, "; generators of ranks from 2 on are derived from rank 0's"), (1, "")]
 )

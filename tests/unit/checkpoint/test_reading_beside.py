@@ -6,9 +6,11 @@ import threading
 import pytest
 
 from everstep.checkpoint.core import names
-from everstep.checkpoint.reading_beside import BLOCK, WINDOW, Beside, StuckStorage, serve
+from everstep.checkpoint.reading_beside import BLOCK, WINDOW, Beside, Readers, serve
 from everstep.checkpoint.storage.posix import PosixReading
-from everstep.errors import CheckpointError
+from everstep.checkpoint.unreachable import failure
+from everstep.clock import SystemClock
+from everstep.errors import CheckpointError, UnreachableStorage
 from everstep.recovery.link import Link
 
 SIZE = WINDOW + 3 * BLOCK + 12_345
@@ -99,10 +101,59 @@ def test_one_that_does_not_answer_is_stuck_and_from_then_on_at_once(place):
     beside = Beside(os.dup(ours.fileno()), 0.2)
     ours.close()
     for _ in range(2):
-        with pytest.raises(StuckStorage, match=r"step-3 does not answer: a read has not come back for 0\.2 s"):
+        with pytest.raises(UnreachableStorage, match=r"step-3 does not answer: a read has not come back for 0\.2 s"):
             beside(place).manifest()
     beside.close()
     theirs.close()
+
+
+class Agent:
+    """Gives each rank that asks a door to one reader; or none."""
+
+    def __init__(self, door=None):
+        self.door, self.asked, self.readers = door, [], Readers(self.hear)
+
+    def hear(self, message):
+        self.asked.append(message)
+        if self.door is not None:
+            self.readers.on_message({"kind": "disk.door", "ask": message["ask"]}, [os.dup(self.door)])
+
+
+def test_a_rank_is_given_its_reader_by_its_agent_and_waits_for_none_for_ever(place, door):
+    agent = Agent(door)
+    late = os.dup(door)
+    agent.readers.on_message({"kind": "disk.door", "ask": 0}, [late])  # for a generation that has ended
+    beside = agent.readers.ask("disk")
+    assert agent.asked == [{"kind": "disk.reader", "ask": 1}]
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(late)
+    assert read(beside(place), "data", 5, 10) == read(PosixReading(place), "data", 5, 10)
+    beside.close()
+    os.close(door)
+    with pytest.raises(CheckpointError, match="the agent has given no process to read the local tier"):
+        Agent().readers.ask("local", Hurrying())
+
+
+class Hurrying(SystemClock):
+    """A minute goes by at every look."""
+
+    passed = 0.0
+
+    def now(self):
+        self.passed += 59.0
+        return self.passed
+
+
+def test_what_its_client_library_raises_is_no_damage(place, door, monkeypatch):
+    def broken(self, name, into, offset):
+        raise KeyError("a bug of theirs")
+
+    monkeypatch.setattr(PosixReading, "read_into", broken)
+    beside = Beside(door, 60.0)
+    with pytest.raises(OSError, match="KeyError") as caught:
+        beside(place).read_into("data", memoryview(bytearray(BLOCK)), 0)
+    assert isinstance(failure("x", caught.value), UnreachableStorage)
+    beside.close()
 
 
 def test_one_that_is_gone_is_told(place):

@@ -20,6 +20,7 @@ class Known:
     world_size: int | None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     changed_s: float = 0.0  # wall time of its last change
+    unread: bool = False  # nothing is known to be wrong with it, and not all of it could be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Findings:
     found: tuple[Known, ...]  # newest first
     wounds: tuple[Hurt, ...]
     series: str = ""  # the name of the training that these are of, where it was asked for
+    unread: tuple[Hurt, ...] = ()  # of the newest that is not damaged, where it could not be read
 
     def to_json(self) -> bytes:
         """Return what `from_json` reads."""
@@ -55,4 +57,5 @@ class Findings:
             found=tuple(Known(**one) for one in body["found"]),
             wounds=tuple(Hurt(**one) for one in body["wounds"]),
             series=body["series"],
+            unread=tuple(Hurt(**one) for one in body["unread"]),
         )

@@ -16,6 +16,8 @@ Whatever matches none of these is somebody else's and is never touched.
 import re
 from dataclasses import dataclass
 
+HIDDEN = ".everstep"
+"""How the names of all files of ours begin that lie beside checkpoints."""
 GATE = ".everstep.gate"
 SERIES = ".everstep.series"
 MANIFEST = "manifest.json"

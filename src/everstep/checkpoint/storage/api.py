@@ -1,7 +1,7 @@
 """What writers, a job's holder, readers and commands ask of a place where checkpoints lie.
 
     writers    files, folder → write_shard;  publish, condemn, remove
-    a holder   claim → take … close
+    a holder   claim → take … close;  go_on … close, on the node that succeeds
     readers    scan → Found;  reading → manifest, size, read_into
 
 Rule 1: publishing is one atomic create: before it there is no checkpoint of that step, after it all of it is there.
@@ -23,11 +23,12 @@ DISK, OBJECTS = "disk", "object"
 
 @dataclass(frozen=True, slots=True)
 class Wound:
-    """Why a checkpoint is not whole."""
+    """Why a checkpoint is not whole; or, `unread`, why nobody can tell now whether it is."""
 
     step: int
     file: str
     reason: str
+    unread: bool = False
 
     def __str__(self) -> str:
         return f"{self.step} {self.file} {self.reason}"
@@ -50,6 +51,11 @@ class Found:
         """True when manifest and sizes agree; `catalog.verify` also reads the content."""
         return self.manifest is not None and not self.wounds
 
+    @property
+    def unread(self) -> bool:
+        """True where nothing is known to be wrong with it, and not all could be looked at."""
+        return only_unread(self.wounds)
+
     def row(self, now_s: float) -> dict[str, object]:
         """Return what `ls --json` prints."""
         return {
@@ -60,8 +66,17 @@ class Found:
         }  # fmt: skip
 
 
+def only_unread(wounds: Iterable[Wound]) -> bool:
+    """True where there is no wound among them, and something that could not be read."""
+    found = list(wounds)
+    return bool(found) and all(wound.unread for wound in found)
+
+
 class Reading(Protocol):
-    """One checkpoint as it is read. Any thread. Errors are OSError; FileNotFoundError for what is not there."""
+    """One checkpoint as it is read. Any thread. Errors are OSError; FileNotFoundError for what is not there.
+
+    An error that says so says it of the file: where the place itself is away, it is another (`unreachable.is_answer`).
+    """
 
     def manifest(self) -> bytes:
         """Return the content of its manifest."""
@@ -93,6 +108,10 @@ class Claiming(Protocol):
 
     def take(self, run: str) -> list[str]:
         """Try the place, claim it, sweep leftovers of the dead; return sentences. ConfigurationError: it cannot be."""
+        ...
+
+    def go_on(self, job: str, run: str) -> None:
+        """Hold it in the stead of another node of `job`, which took it and is gone. Never waits for the place."""
         ...
 
     def close(self) -> None:
@@ -130,7 +149,7 @@ class Storage(Protocol):
         ...
 
     def scan(self) -> list[Found]:
-        """All checkpoints, newest step first. OSError where the place cannot be listed."""
+        """All checkpoints, newest first, those that cannot be looked at now too. OSError: it cannot be listed."""
         ...
 
     def reading(self, step: int) -> Reading:

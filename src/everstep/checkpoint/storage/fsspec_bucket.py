@@ -12,25 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any, TypeVar
 
-from everstep import environ
 from everstep.checkpoint.fileops import Data
 from everstep.checkpoint.storage.bucket import Item
+from everstep.checkpoint.unreachable import DEADLINE, deadline_s
 from everstep.errors import ConfigurationError
 
 T = TypeVar("T")
-DEADLINE = "EVERSTEP_STORAGE_DEADLINE"
-DEADLINE_S = 120.0
-"""Of one call: a request of at most a part, its retries included."""
 PART = 16 << 20
 """S3 takes 10,000 parts: a shard of up to 156 GiB."""
 CONFLICTS = 4
 OURS = "everstep"
-_RANGE = ("416", "InvalidRange", "range", "Range")
-
-
-def deadline_s() -> float:
-    """Seconds that one call to the store may take."""
-    return float(environ.get(DEADLINE) or DEADLINE_S)
 
 
 def connect(url: str) -> "FsspecBucket":
@@ -126,11 +117,20 @@ class FsspecBucket:
         """See `Bucket.read`."""
         try:
             found = self._call(key, lambda: self._files.cat_file(self._path(key), start=offset, end=offset + count))
-        except OSError as error:
-            if any(word in str(error) for word in _RANGE):
-                return b""  # beyond its end
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if self._ends_before(key, offset):
+                return b""  # stores refuse a range beyond the end, each in its own words
             raise
         return bytes(found)
+
+    def _ends_before(self, key: str, offset: int) -> bool:
+        """True where an object is known to have nothing at `offset`."""
+        try:
+            return int(self._call(key, lambda: self._files.info(self._path(key)))["size"]) <= offset
+        except OSError:
+            return False
 
     def items(self, prefix: str) -> list[Item]:
         """See `Bucket.items`."""
@@ -151,7 +151,12 @@ class FsspecBucket:
         below = f"{self._root}/{above}" if above else self._root
         if self._is_s3:
             return self._files.find(below, prefix=name, detail=True)  # type: ignore[no-any-return]
-        return self._files.find(below, detail=True)  # type: ignore[no-any-return]
+        failed: list[OSError] = []  # what cannot be listed would be left out without a word
+        found: dict[str, dict[str, Any]] = self._files.find(below, detail=True, on_error=failed.append)
+        for error in failed:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+        return found
 
     @property
     def _is_s3(self) -> bool:
@@ -222,6 +227,8 @@ class FsspecUpload:
 
 
 def _as_os_error(error: BaseException, where: str) -> BaseException:
+    if _code(error) == "NoSuchBucket":  # nothing is known of the object: it is the place that is not there
+        return _caused(OSError(errno.ENODEV, str(error), where), error)
     if isinstance(error, OSError) and error.errno is not None:
         error.filename = error.filename or where
         return error
@@ -233,6 +240,12 @@ def _as_os_error(error: BaseException, where: str) -> BaseException:
     if not isinstance(error, Exception):
         return error
     return _caused(OSError(errno.EIO, f"{type(error).__name__}: {error}", where), error)
+
+
+def _code(error: BaseException) -> object:
+    """What an S3 server calls it."""
+    response: Any = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
+    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
 
 
 def _caused(made: OSError, by: BaseException) -> OSError:

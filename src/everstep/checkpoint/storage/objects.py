@@ -8,18 +8,13 @@
 Rule 1: nothing is renamed or changed (EXPERIMENTS C4). A save that fails leaves objects that no manifest names, and
 they are swept.
 Rule 2: a create whose answer was lost is asked again and meets itself: content tells who made it.
-Rule 3: a job renews its ownership; another takes it over only when it has seen no renewal for a lease, by its own
-clock: no time of another machine is ever compared. What a job that lost it still tries to publish is refused.
+Rule 3: what a job that has lost its ownership (object_claim.py) tries to publish is refused.
 """
 
 import itertools
-import json
-import os
-import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from everstep.checkpoint.core import names
 from everstep.checkpoint.core.manifest import FileFact, Fragment, Manifest, checksum, merge
@@ -27,15 +22,11 @@ from everstep.checkpoint.fileops import Data
 from everstep.checkpoint.publish import Describe, parsed
 from everstep.checkpoint.storage.api import OBJECTS, Found, Wound
 from everstep.checkpoint.storage.bucket import Bucket, Item, Upload
-from everstep.checkpoint.storage.posix import by_size, strangers
-from everstep.clock import SYSTEM, Clock
-from everstep.errors import CheckpointError, ConfigurationError, DamagedCheckpoint
+from everstep.checkpoint.storage.owner import read_owner, told
+from everstep.checkpoint.storage.posix import by_size, strangers, unread
+from everstep.checkpoint.unreachable import ONCE, Retry
+from everstep.errors import CheckpointError, DamagedCheckpoint, UnreachableStorage
 
-OWNER = ".everstep-owner.json"
-PROBE = ".everstep-probe-"
-LEASE_S = 20.0
-RENEW_S = 5.0
-LOOK_S = 0.5
 BLOCK = 8 << 20
 BLOCKS = 8
 """Small reads are served from blocks: a state of a thousand tensors is not a thousand requests."""
@@ -170,8 +161,9 @@ class ObjectReading:
 class ObjectStorage:
     """A prefix of an object store."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+    def __init__(self, bucket: Bucket, retry: Retry = ONCE) -> None:
+        """`retry`: how often what a listing asks is asked again."""
+        self._bucket, self._retry = bucket, retry
         self.directory = bucket.url
         self.files = ObjectFiles(bucket)
 
@@ -215,9 +207,9 @@ class ObjectStorage:
     def _check_whole(self, folder: str, manifest: Manifest) -> None:
         prefix = f"{data_folder(folder)}/"
         sizes = {item.key.removeprefix(prefix): item.size for item in self._bucket.items(prefix)}
-        for name, why in by_size(sizes.get, manifest):
+        for wound in by_size(manifest.step, sizes.get, manifest):
             raise CheckpointError(
-                f"{self.directory}/{prefix}{name} {why}, before it was published; somebody removed it"
+                f"{self.directory}/{prefix}{wound.file} {wound.reason}, before it was published; somebody removed it"
             )
 
     def _replace(self, key: str, content: bytes, manifest: Manifest) -> None:
@@ -274,7 +266,7 @@ class ObjectStorage:
 
     def scan(self) -> list[Found]:
         """See `Storage.scan`."""
-        items = self._bucket.items("step-")
+        items = self._retry(lambda: self._bucket.items("step-"))
         found: list[Found] = []
         for item in items:
             folder, _, name = item.key.partition("/")
@@ -287,164 +279,18 @@ class ObjectStorage:
         path = f"{self.directory}/{names.committed(step)}"
         where = f"{path}/{names.MANIFEST}"
         try:
-            manifest = parsed(where, lambda: self._bucket.get(item.key), step)
+            manifest = parsed(where, lambda: self._retry(lambda: self._bucket.get(item.key)), step)
+        except UnreachableStorage as error:
+            away = unread(step, names.MANIFEST, error.__cause__)
+            return Found(step, path, None, (away,), item.changed_s, item.size, OBJECTS)
         except DamagedCheckpoint as error:
             wound = Wound(step, names.MANIFEST, str(error).removeprefix(f"{where}: "))
             return Found(step, path, None, (wound,), item.changed_s, item.size, OBJECTS)
         prefix = f"{data_folder(manifest.save)}/"
         sizes = {one.key.removeprefix(prefix): one.size for one in items if one.key.startswith(prefix)}
-        told = (*by_size(sizes.get, manifest), *strangers(sizes, manifest))
-        wounds = tuple(Wound(step, *one) for one in told)
+        wounds = (*by_size(step, sizes.get, manifest), *strangers(step, sizes, manifest))
         return Found(step, path, manifest, wounds, item.changed_s, manifest.total_bytes, OBJECTS)
 
     def reading(self, step: int) -> ObjectReading:
         """See `Storage.reading`."""
         return ObjectReading(self._bucket, step)
-
-
-def read_owner(bucket: Bucket) -> dict[str, Any]:
-    """What the owner's object says; nothing where there is none, or it cannot be read."""
-    try:
-        found: object = json.loads(bucket.get(OWNER))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return dict(found) if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownArgumentType]
-
-
-def told(owner: Mapping[str, Any]) -> str:
-    """Say who an owner is."""
-    return f"the run {owner.get('run')} (process {owner.get('pid')} on {owner.get('host')})"
-
-
-class ObjectClaim:
-    """A job's ownership of a prefix: an object that it made, and renews."""
-
-    lock = ""
-    over = True
-
-    def __init__(
-        self, bucket: Bucket, job: str, moving: Callable[[], None] = lambda: None, clock: Clock = SYSTEM
-    ) -> None:
-        self._bucket, self._job, self._moving, self._clock = bucket, job, moving, clock
-        self._storage = ObjectStorage(bucket)
-        self._over = threading.Event()
-        self._renewer: threading.Thread | None = None
-        self._beats = 0
-        self._run = ""
-
-    def take(self, run: str) -> list[str]:
-        """See `Claiming.take`."""
-        self._run = run
-        warnings = list(self._probe())
-        self._own()
-        self._renewer = threading.Thread(target=self._renew, name="everstep-owner", daemon=True)
-        self._renewer.start()
-        return [*warnings, *self._sweep()]
-
-    def close(self) -> None:
-        """See `Claiming.close`."""
-        renewer, self._renewer = self._renewer, None
-        if renewer is None:
-            return
-        self._over.set()
-        renewer.join(RENEW_S)
-        try:
-            if self.over and read_owner(self._bucket).get("job") == self._job:
-                self._bucket.delete(OWNER)
-        except OSError:
-            return  # the next job finds it not renewed
-
-    def _content(self) -> bytes:
-        owner = {"job": self._job, "run": self._run, "pid": os.getpid(), "host": socket.gethostname()}
-        return json.dumps(owner | {"beat": self._beats}).encode()
-
-    def _probe(self) -> Iterator[str]:
-        key, doing = f"{PROBE}{self._job}", "be written to"
-        try:
-            first = self._bucket.create(key, b"x")
-            doing = "be listed"
-            if not any(item.key == key for item in self._bucket.items(PROBE)):
-                raise OSError(0, "what was just written is not in the listing")
-            doing = "be read in ranges"
-            if self._bucket.read(key, 0, 1) != b"x":
-                raise OSError(0, "another byte came back")
-            doing = "be written to twice under one name"
-            again = self._bucket.create(key, b"y")
-            doing = "remove an object"
-            self._bucket.delete(key)
-        except OSError as error:
-            raise ConfigurationError(
-                f"the checkpoint storage {self._bucket.url} cannot {doing}: {error.strerror or error}. Look at its "
-                "name, region, credentials and rights (put, get, list and delete are needed), or give another "
-                "--checkpoint-dir."
-            ) from error
-        self._moving()
-        if again or not first:
-            yield (
-                f"warning: {self._bucket.url} does not honour conditional creation (If-None-Match: *): that two jobs "
-                "write there would not always be noticed; see to it that none does"
-            )
-
-    def _own(self) -> None:
-        """Create the owner's object, or take it over from a job that has not renewed it for a lease."""
-        if self._bucket.create(OWNER, self._content()):
-            return
-        first = read_owner(self._bucket)
-        deadline = self._clock.now() + LEASE_S
-        while self._clock.now() < deadline and not self._dead(first):
-            self._clock.sleep(LOOK_S)
-            self._moving()
-            if read_owner(self._bucket) != first:
-                break
-        else:
-            if read_owner(self._bucket) == first:
-                self._bucket.delete(OWNER)
-        if self._bucket.create(OWNER, self._content()):
-            return
-        owner = read_owner(self._bucket)
-        if owner.get("job") != self._job:
-            raise ConfigurationError(
-                f"the checkpoint storage {self._bucket.url} is in use by {told(owner)}, and two jobs would take each "
-                "other's checkpoints for their own. End that job, or give --checkpoint-dir another prefix."
-            )
-
-    def _dead(self, owner: Mapping[str, Any]) -> bool:
-        here = owner.get("host") == socket.gethostname() and isinstance(owner.get("pid"), int)
-        return here and not os.path.exists(f"/proc/{owner['pid']}")
-
-    def _renew(self) -> None:
-        while not self._clock.wait(self._over, RENEW_S):
-            if not self.renew():
-                return
-
-    def renew(self) -> bool:
-        """Show that this job lives; False where another has taken over: publishing says so."""
-        try:
-            if read_owner(self._bucket).get("job") not in (self._job, None):
-                return False
-            self._beats += 1
-            self._bucket.put(OWNER, self._content())
-        except OSError:
-            return True  # the next one may come through; saves say what is wrong
-        return True
-
-    def _sweep(self) -> Iterator[str]:
-        where = self._bucket.url
-        for key in self._bucket.abort_uploads(""):
-            yield f"aborted the upload of {where}/{key}, left over by a writer that is gone"
-        kept = {data_folder(one.manifest.save) for one in self._storage.scan() if one.manifest is not None}
-        items = self._bucket.items("")
-        folders = sorted({item.key.partition("/")[0] for item in items if "/" in item.key})
-        for folder in folders:
-            if folder in kept or names.staging_of(f"{folder}.tmp") is None:
-                continue
-            strange = self._storage.remove(f"{folder}.tmp")
-            self._moving()
-            if strange:
-                text = f"the leftover {where}/{folder} stays, it holds {', '.join(strange)}, which is not ours"
-                yield f"warning: {text}"
-            else:
-                yield f"removed {where}/{folder}, left over by a writer that is gone"
-        for item in items:
-            if item.key.startswith(PROBE):
-                self._bucket.delete(item.key)

@@ -12,8 +12,11 @@ from everstep.checkpoint.publish import parsed
 from everstep.checkpoint.storage.api import Claiming, Reading, Storage
 from everstep.checkpoint.storage.bucket import Bucket
 from everstep.checkpoint.storage.fsspec_bucket import connect
-from everstep.checkpoint.storage.objects import ObjectClaim, ObjectStorage
+from everstep.checkpoint.storage.object_claim import ObjectClaim
+from everstep.checkpoint.storage.objects import ObjectStorage
 from everstep.checkpoint.storage.posix import PosixReading, PosixStorage
+from everstep.checkpoint.storage.retried import RetriedReading
+from everstep.checkpoint.unreachable import ONCE, Retry, failure
 from everstep.clock import SYSTEM, Clock
 from everstep.errors import UsageError
 
@@ -47,10 +50,15 @@ def place_of(where: str) -> str:
     return f"{scheme}://{rest}"
 
 
-def open_storage(where: str, files: FileOps | None = None) -> Storage:
-    """Open what `where` names. `files`: what a path is written with, instead of the machine's own."""
+def open_storage(where: str, files: FileOps | None = None, retry: Retry = ONCE) -> Storage:
+    """Open what `where` names. `files`: what a path is written with, instead of the machine's own.
+
+    `retry`: how long a listing that fails is asked for again.
+    """
     place = place_of(where)
-    return ObjectStorage(connect(place)) if is_url(place) else PosixStorage(place, files)
+    if is_url(place):
+        return ObjectStorage(connect(place), retry)
+    return PosixStorage(place, files, retry=retry)
 
 
 def claim(
@@ -59,7 +67,7 @@ def claim(
     """Return a job's claim on the place; nothing has been asked of it yet. `several`: see `directory.Claim`."""
     place = place_of(where)
     if is_url(place):
-        return ObjectClaim(connect(place), job, moving, clock)
+        return ObjectClaim(connect(place), job, moving, clock, several=several)
     return Claim(place, clock=clock, moving=moving, job=job, several=several)
 
 
@@ -82,8 +90,13 @@ _CONNECTED: dict[tuple[str, int], Bucket] = {}
 """The last place that was read from: a restore opens it for each file."""
 
 
+def retried(through: Opening, retry: Retry) -> Opening:
+    """Return what opens by way of `through`, and reads again what could not be read."""
+    return lambda path: RetriedReading(through(path), retry)
+
+
 def read_manifest(path: str, through: Opening = reading) -> Manifest:
-    """Read the manifest of the checkpoint at `path`. DamagedCheckpoint names the file and the reason."""
+    """Read the manifest of the checkpoint at `path`. DamagedCheckpoint and UnreachableStorage name file and reason."""
     source = through(path)
     where = f"{path.rstrip('/')}/{names.MANIFEST}"
     try:
@@ -93,12 +106,17 @@ def read_manifest(path: str, through: Opening = reading) -> Manifest:
 
 
 def content(path: str, name: str, size: int, through: Opening = reading) -> bytes:
-    """Return a file of a checkpoint that should have `size` bytes: fewer where it is cut, one more where longer."""
+    """Return a file of a checkpoint that should have `size` bytes: fewer where it is cut, one more where longer.
+
+    DamagedCheckpoint where there is no such file, UnreachableStorage where it cannot be read now.
+    """
     source, made, done = through(path), bytearray(size + 1), 0
     try:
         with memoryview(made) as view:
             while done <= size and (count := source.read_into(name, view[done:], done)):
                 done += count
+    except OSError as error:
+        raise failure(f"{path.rstrip('/')}/{name}", error) from error
     finally:
         source.close()
     return bytes(made[:done])

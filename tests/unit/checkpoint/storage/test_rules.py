@@ -6,8 +6,10 @@ import pytest
 
 from everstep.checkpoint.core import names
 from everstep.checkpoint.directory import Claim
-from everstep.checkpoint.storage import objects, opening
-from everstep.checkpoint.storage.objects import ObjectClaim, ObjectStorage
+from everstep.checkpoint.storage import object_claim, opening
+from everstep.checkpoint.storage.object_claim import ObjectClaim
+from everstep.checkpoint.storage.objects import ObjectStorage
+from everstep.checkpoint.storage.owner import OWNER
 from everstep.checkpoint.storage.posix import PosixStorage
 from everstep.clock import SystemClock
 from everstep.errors import CheckpointError, ConfigurationError, UsageError
@@ -169,13 +171,13 @@ def test_a_job_that_was_taken_over_publishes_nothing_any_more(memory):
     storage = memory.open()
     fragments = rules.write(storage, 20, job="aaaaaaaa")
     memory.die(frozen)
-    memory.bucket.objects[objects.OWNER] = (
-        memory.bucket.objects[objects.OWNER][0].replace(b'"host": "', b'"host": "x'),
+    memory.bucket.objects[OWNER] = (
+        memory.bucket.objects[OWNER][0].replace(b'"host": "', b'"host": "x'),
         1,
     )
     other = memory.claim("bbbbbbbb")
     other.take("other")
-    assert memory.clock.passed >= objects.LEASE_S, "it is waited for a lease, by our own clock"
+    assert memory.clock.passed >= object_claim.LEASE_S, "it is waited for a lease, by our own clock"
     with pytest.raises(CheckpointError, match=r"has been taken over by the run other \(process"):
         storage.publish(rules.token(20, job="aaaaaaaa"), fragments, rules.describe)
     assert storage.scan() == []
@@ -186,8 +188,8 @@ def test_a_dead_process_of_this_machine_is_not_waited_for(memory):
     dead = memory.claim("aaaaaaaa")
     dead.take("dead")
     memory.die(dead)
-    text = memory.bucket.objects[objects.OWNER][0]
-    memory.bucket.objects[objects.OWNER] = text.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 4194304'), 1.0
+    text = memory.bucket.objects[OWNER][0]
+    memory.bucket.objects[OWNER] = text.replace(f'"pid": {os.getpid()}'.encode(), b'"pid": 4194304'), 1.0
     mine = memory.claim("bbbbbbbb")
     mine.take("mine")
     assert memory.clock.passed < 1.0
