@@ -24,8 +24,19 @@ TICKET_BYTES = 32
 
 Expected = Callable[["Ticket"], None]
 """Called once, when whoever has the ticket may come."""
-Done = Callable[[str, int], None]
-"""Called once: with nothing and the bytes that went over the line where it has arrived, else with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What became of a transfer."""
+
+    why: str = ""  # it came to nothing
+    bytes: int = 0  # that went over the line, where it has arrived
+    again: bool = False  # a line or a porter failed, and nothing is known against the copy
+
+
+Done = Callable[[End], None]
+"""Called once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +114,7 @@ class Carrier:
     def send(self, fd: int, place: Place, ticket: tuple[str, str, int], done: Done) -> None:
         """Send a buffer that is held until `done`."""
         if self._child is None:
-            done("no porter is there to send it", 0)
+            done(End("no porter is there to send it", again=True))
             return
         secret, host, port = ticket
         what = {"rank": place.rank, "step": place.step, "epoch": place.epoch, "generation": place.generation}
@@ -141,9 +152,9 @@ class Carrier:
             self._under[name].due_s = None
         elif kind in ("received", "sent"):
             self._deaths = 0
-            self._end(name, "", int(message["bytes"]))
+            self._end(name, End(bytes=int(message["bytes"])))
         elif kind == "refused":
-            self._end(name, str(message["text"]))
+            self._end(name, End(str(message["text"]), again=bool(message["again"])))
 
     def on_exit(self, child: Child, status: int) -> bool:
         """A helper is gone; False where it is not our porter."""
@@ -155,7 +166,7 @@ class Carrier:
         self._deaths += 1
         under, self._under = self._under, {}
         for each in under.values():
-            each.done(text, 0)
+            each.done(End(text, again=True))
         if self.given_up:
             self._lost(f"{text}, {DEATHS_IN_A_ROW} times in a row; it is not begun again: no copies from here on")
         else:
@@ -163,10 +174,10 @@ class Carrier:
             self.begin(self._address)
         return True
 
-    def _end(self, name: str, why: str, size: int = 0) -> None:
+    def _end(self, name: str, end: End) -> None:
         under = self._under.pop(name, None)
         if under is not None:
-            under.done(why, size)
+            under.done(end)
 
     def close(self) -> None:
         """The job is over; the porter ends with its line."""

@@ -46,6 +46,10 @@ class NotCarried(Exception):
     """A transfer has come to nothing; the text says why."""
 
 
+class Gone(NotCarried):
+    """The other side has gone in its midst: nothing is known against the copy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Had:
     """A part of the snapshot that another one here holds."""
@@ -112,7 +116,7 @@ def exactly(line: socket.socket, count: int, deadline: float | None = None, cloc
             line.settimeout(max(0.001, deadline - clock.now()))
         piece = line.recv(count - len(found))
         if not piece:
-            raise NotCarried(f"the other side has gone after {len(found)} of {count} bytes")
+            raise Gone(f"the other side has gone after {len(found)} of {count} bytes")
         found += piece
     return bytes(found)
 
@@ -179,7 +183,7 @@ def _into(line: socket.socket, view: memoryview, begin: int, end: int) -> None:
     while done < end:
         got = line.recv_into(view[done : min(end, done + CHUNK)])
         if not got:
-            raise NotCarried(f"the sender has gone at byte {done} of {end}")
+            raise Gone(f"the sender has gone at byte {done} of {end}")
         done += got
 
 
@@ -206,7 +210,7 @@ def _send(line: socket.socket, fd: int, ranges: Sequence[Range]) -> int:
         done = begin
         while done < end:
             if not room.poll(SILENCE_S * 1000):
-                raise NotCarried(f"the receiver has taken nothing for {SILENCE_S:.0f} s, at byte {done} of {end}")
+                raise Gone(f"the receiver has taken nothing for {SILENCE_S:.0f} s, at byte {done} of {end}")
             with contextlib.suppress(BlockingIOError):
                 sent = os.sendfile(line.fileno(), fd, done, min(CHUNK, end - done))
                 if not sent:

@@ -2,12 +2,14 @@
 
 Rule 1: what arrives is what was asked for, hashed and compared, or it is not handed over.
 Rule 2: every fetch ends by one call: the node that has it goes, or says that it has not, or the porter gives up.
+Rule 3: where a line or a porter failed it is asked for again, `TRIES` times in all: that says nothing against the copy,
+and whoever strikes it out goes further back.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from everstep.checkpoint.carrier import Carrier, Ticket
+from everstep.checkpoint.carrier import Carrier, End, Ticket
 from everstep.checkpoint.core.copies import Copy, Place
 from everstep.checkpoint.core.segment import Header
 from everstep.checkpoint.lending import Fetched
@@ -15,6 +17,7 @@ from everstep.checkpoint.segments import Segment
 from everstep.errors import MemoryShortage
 from everstep.recovery.api import Message
 
+TRIES = 3
 Say = Callable[[str, Message], None]
 
 
@@ -24,6 +27,7 @@ class _Fetch:
     segment: Segment
     done: Fetched
     transfer: str = ""
+    tries: int = 0
     why: str = ""  # better than what the porter can know
 
 
@@ -66,15 +70,18 @@ class Fetching:
     def _ask(self, each: _Fetch) -> None:
         def expected(ticket: Ticket) -> None:
             body = {"kind": "peer.fetch", "place": list(each.copy.place), "ticket": ticket.to_row()}
-            self._say(each.copy.node, body)
+            self._say(each.copy.node, {**body, "transfer": each.transfer})
 
-        each.transfer = self._carrier.expect(each.segment, expected, lambda why, _: self._arrived(each, why))
+        each.tries += 1
+        each.transfer = self._carrier.expect(each.segment, expected, lambda end: self._arrived(each, end))
 
-    def unfetched(self, node: str, place: Place, why: str) -> None:
-        """The node that should have it says why it does not come."""
-        for each in self._under:
-            if each.copy.place == place and each.copy.node == node:
-                self._give_up(each, why)
+    def unfetched(self, node: str, place: Place, transfer: str, end: End) -> None:
+        """The node that should have it says why it does not come; `transfer`: which asking it answers."""
+        for each in [one for one in self._under if one.copy.place == place and one.copy.node == node]:
+            if not end.again:
+                self._give_up(each, end.why)
+            elif each.transfer == transfer:
+                self._carrier.forget(transfer)
 
     def on_nodes(self, nodes: Mapping[str, str]) -> None:
         """Who is here now: from nobody else anything comes."""
@@ -89,15 +96,20 @@ class Fetching:
         else:
             self._end(each, why)
 
-    def _arrived(self, each: _Fetch, why: str) -> None:
-        header = each.segment.header() if not why else ""
+    def _arrived(self, each: _Fetch, end: End) -> None:
+        if end.again and not each.why and each.tries < TRIES:
+            each.transfer = ""
+            each.segment.void()
+            self.ask()
+            return
+        header = each.segment.header() if not end.why else ""
         place = each.copy.place
         if isinstance(header, Header):
             came = (header.rank, header.step, header.epoch, header.generation)
             if came != (place.rank, place.step, place.epoch, place.generation):
                 header = f"step {header.step} of rank {header.rank} came instead"
         if isinstance(header, str):
-            self._end(each, each.why or why or header)
+            self._end(each, each.why or end.why or header)
             return
         self._under.remove(each)
         each.done(each.segment)

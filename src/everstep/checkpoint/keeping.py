@@ -8,7 +8,7 @@ Rule 2: an order of a generation that we have not heard of yet waits for it; one
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from everstep.checkpoint.carrier import Carrier, Ticket
+from everstep.checkpoint.carrier import Carrier, End, Ticket
 from everstep.checkpoint.core.copies import Copy, Place, Version, version_of
 from everstep.checkpoint.core.plan import Branch, living
 from everstep.checkpoint.fetching import Say
@@ -164,15 +164,16 @@ class Keeping:
             body = {"kind": "peer.come", "save": token, "what": message["what"], "ticket": ticket.to_row()}
             self._say(node, body)
 
-        def received(why: str, size: int) -> None:
-            self._received(token, what, why, size)
+        def received(end: End) -> None:
+            self._received(token, what, end)
 
         sources = self._staged(token, rank)
         transfer = self._carrier.expect(slot.segment, expected, received, sources)
         self._coming[token, rank] = slot, transfer
 
-    def _received(self, token: str, what: Place, why: str, size: int) -> None:
+    def _received(self, token: str, what: Place, end: End) -> None:
         slot, _ = self._coming.pop((token, what.rank))
+        why = end.why
         if why:
             self.kept.dropped(slot)
         else:
@@ -181,7 +182,7 @@ class Keeping:
         if why:
             self._say(self._shelf.leader, {"kind": "peer.refused", **body, "text": why})
         else:
-            self._say(self._shelf.leader, {"kind": "peer.kept", **body, "bytes": size})
+            self._say(self._shelf.leader, {"kind": "peer.kept", **body, "bytes": end.bytes})
 
     def close(self) -> None:
         """The job is over."""

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from everstep.checkpoint import memory
-from everstep.checkpoint.carrier import Carrier
+from everstep.checkpoint.carrier import Carrier, End
 from everstep.checkpoint.core.budget import Memory
 from everstep.checkpoint.core.copies import Copy, Place, Version, version_of
 from everstep.checkpoint.core.plan import Plan
@@ -321,15 +321,16 @@ class Peer:
     def _on_fetch(self, node: str, message: Message) -> None:
         place = Place(*message["place"])
         secret, host, port = message["ticket"]
+        transfer = str(message["transfer"])
 
-        def done(why: str, size: int = 0) -> None:
-            del size
-            if why:
-                self._say(node, {"kind": "peer.unfetched", "place": list(place), "text": why})
+        def done(end: End) -> None:
+            if end.why:
+                told = {"text": end.why, "again": end.again, "transfer": transfer}
+                self._say(node, {"kind": "peer.unfetched", "place": list(place), **told})
 
         fd = self._lying_here(place)
         if fd is None:
-            done("it is not there any more")
+            done(End("it is not there any more"))
         else:
             self._carrier.send(fd, place, (str(secret), str(host), int(port)), done)
 
@@ -345,7 +346,8 @@ class Peer:
         return self._shelf.fd(place.rank, place.number) if matches else None
 
     def _on_unfetched(self, node: str, message: Message) -> None:
-        self._fetching.unfetched(node, Place(*message["place"]), str(message["text"]))
+        end = End(str(message["text"]), again=bool(message["again"]))
+        self._fetching.unfetched(node, Place(*message["place"]), str(message["transfer"]), end)
 
     # the agent
 

@@ -5,14 +5,14 @@ agent never touches a byte; what has been received outlives us.
 
     expect {transfer, ticket} + memory, and snapshots here that may hold parts of what comes
                                              → expecting {transfer}, begun {transfer},
-                                               received {transfer, bytes, seconds} | refused {transfer, text}
+                                               received {transfer, bytes, seconds} | refused {transfer, text, again}
     forget {transfer}                        (nobody shall come any more; one who has come is cut off)
     send {transfer, ticket, host, port, rank, step, epoch, generation} + snapshot
-                                             → sent {transfer, bytes, seconds} | refused {transfer, text}
+                                             → sent {transfer, bytes, seconds} | refused {transfer, text, again}
                                              ← door {port}: at the start
 
 A sender leaves the checksum where nobody has (the copy is hashed from here on), connects, and shows its ticket; what is
-said then is in carrying.py. `bytes` are those that went over the line.
+said then is in carrying.py. `bytes` are those that went over the line; `again`: it was the line, not the copy.
 
 Rule 1: a ticket is drawn by the receiving agent for one transfer, told through the agents' own lines, and good once:
 what connects without one, again, or late, is nothing. It is never answered.
@@ -131,12 +131,12 @@ class Porter:
 
     def _receive(self, line: socket.socket, length: int, transfer: str, fds: list[int]) -> None:
         begun, came = self._clock.now(), 0
-        why = ""
+        why, again = "", False
         try:
             self._say({"kind": "begun", "transfer": transfer})
             came = carrying.take(line, fds[0], length, fds[1:])
         except (NotCarried, OSError, ValueError) as error:
-            why = _told(error)
+            why, again = _told(error), _again(error)
         finally:
             _close(fds)
         with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ class Porter:
             self._open.pop(transfer, None)
         line.close()
         if why:
-            self._say({"kind": "refused", "transfer": transfer, "text": why})
+            self._say({"kind": "refused", "transfer": transfer, "text": why, "again": again})
         else:
             seconds = self._clock.now() - begun
             self._say({"kind": "received", "transfer": transfer, "bytes": came, "seconds": seconds})
@@ -160,7 +160,8 @@ class Porter:
                 with contextlib.suppress(OSError):
                     line.shutdown(socket.SHUT_RDWR)
         if waiting:
-            self._say({"kind": "refused", "transfer": transfer, "text": "nobody has come to send it"})
+            told = {"text": "nobody has come to send it", "again": True}
+            self._say({"kind": "refused", "transfer": transfer, **told})
 
     # sending
 
@@ -180,7 +181,7 @@ class Porter:
                 went = carrying.give(line, fd, length)
             answer = {"kind": "sent", "bytes": went, "seconds": self._clock.now() - begun}
         except (NotCarried, OSError, ValueError) as error:
-            answer = {"kind": "refused", "text": _told(error)}
+            answer = {"kind": "refused", "text": _told(error), "again": _again(error)}
         finally:
             os.close(fd)
         self._say({**answer, "transfer": order["transfer"]})
@@ -210,6 +211,10 @@ class Porter:
 def _close(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def _again(error: Exception) -> bool:
+    return isinstance(error, carrying.Gone | OSError)
 
 
 def _told(error: Exception) -> str:

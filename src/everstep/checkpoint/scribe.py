@@ -22,7 +22,7 @@ import xxhash
 
 from everstep.checkpoint.core import names, segment
 from everstep.checkpoint.core.layout import Layout
-from everstep.checkpoint.core.manifest import Fragment
+from everstep.checkpoint.core.manifest import Fragment, Manifest
 from everstep.checkpoint.directory import share
 from everstep.checkpoint.fileops import FileOps
 from everstep.checkpoint.pace import Paced
@@ -30,7 +30,7 @@ from everstep.checkpoint.publish import Describe
 from everstep.checkpoint.shards import Target, write_shard
 from everstep.checkpoint.storage.opening import is_url, open_storage
 from everstep.clock import SYSTEM, Clock
-from everstep.errors import CheckpointError, EverstepError
+from everstep.errors import CheckpointError, DamagedCheckpoint, EverstepError
 from everstep.recovery.link import Link, LinkClosed
 
 SEAL_DEADLINE_S = 30.0
@@ -174,10 +174,16 @@ class Scribe:
         self._say(answer | {"seconds": self._clock.now() - begun})
 
     def _see(self, folder: str, fragments: Mapping[int, Fragment], limit_s: float) -> None:
-        """Wait until what other nodes have written is there, by exact name: a network file system may show it late."""
+        """Wait until what other nodes have written is there, by exact name: a network file system may show it late.
+
+        Where whoever merged it before us has published it, it has gone from there.
+        """
         files = [(f.rank, name, fact.bytes) for f in fragments.values() for name, fact in f.files.items()]
         deadline, within = self._clock.now() + limit_s, self._storage.folder(folder)
+        saves = {fragment.save for fragment in fragments.values()}
         while lacking := [one for one in files if _size(os.path.join(within, one[1])) != one[2]]:
+            if self._published(folder) in saves:
+                return
             if self._clock.now() >= deadline:
                 rank, name, size = lacking[0]
                 raise CheckpointError(
@@ -188,6 +194,16 @@ class Scribe:
             files = lacking
             self._moved()
             self._clock.sleep(VISIBLE_POLL_S)
+
+    def _published(self, folder: str) -> str:
+        """Return which save is published under the name that this one wants; nothing where that cannot be said."""
+        staging = names.staging_of(folder)
+        wanted = names.committed(staging.step) if staging is not None else folder
+        try:
+            with open(os.path.join(self._directory, wanted, names.MANIFEST), "rb") as file:
+                return Manifest.from_bytes(file.read()).save
+        except (OSError, DamagedCheckpoint):
+            return ""
 
     def _discard(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
         text = self._gone(message["folder"])

@@ -7,7 +7,7 @@ Rule 2: an intent that is said again is answered again: what was said may have b
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from everstep.checkpoint.carrier import Carrier
+from everstep.checkpoint.carrier import Carrier, End
 from everstep.checkpoint.core.copies import Place, version_of
 from everstep.checkpoint.core.placement import Placement
 from everstep.checkpoint.fetching import Say
@@ -82,10 +82,9 @@ class Sending:
         buffer = self._staged[rank]
         self._active[rank, buffer] += 1
 
-        def done(why: str, size: int) -> None:
-            del size  # the keeper tells it
+        def done(end: End) -> None:
             self._active[rank, buffer] -= 1
-            self._answered(node, rank, str(message["save"]), why)
+            self._answered(node, rank, str(message["save"]), end.why)
             self._free(rank, buffer)
 
         self._carrier.send(self._holds.fd(rank, buffer), place, (str(secret), str(host), int(port)), done)

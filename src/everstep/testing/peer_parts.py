@@ -83,6 +83,10 @@ class SimPorter:
 
         self.world.net.put((self.name, self.node.name, "up"), deliver)
 
+    def refuse(self, transfer: str, text: str, *, again: bool = False) -> None:
+        """Tell the agent that a transfer has come to nothing; `again`: it was the line."""
+        self.say({"kind": "refused", "transfer": transfer, "text": text, "again": again})
+
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """See `Child.send`."""
         mine = [self.world.dup(fd) for fd in fds]
@@ -98,7 +102,7 @@ class SimPorter:
             for ticket, (transfer, _) in list(self.expected.items()):
                 if transfer == message["transfer"]:
                     del self.expected[ticket]
-                    self.say({"kind": "refused", "transfer": transfer, "text": "nobody has come to send it"})
+                    self.refuse(transfer, "nobody has come to send it", again=True)
         elif message["kind"] == "send":
             self._send(message, fds[0])
 
@@ -108,12 +112,12 @@ class SimPorter:
             header = segment.parse(view)
             wanted = (order["rank"], order["step"], order["epoch"], order["generation"])
             if isinstance(header, str) or (header.rank, header.step, header.epoch, header.generation) != wanted:
-                self.say({"kind": "refused", "transfer": order["transfer"], "text": f"{header}"})
+                self.refuse(order["transfer"], f"{header}")
                 return
             if segment.checksum_of(view, header) is None:
                 segment.put_checksum(view, header, segment.checksum(view, header))
         if there is None or not there.alive or order["ticket"] not in there.expected:
-            self.say({"kind": "refused", "transfer": order["transfer"], "text": "nobody is there, or it is not wanted"})
+            self.refuse(order["transfer"], "nobody is there, or it is not wanted", again=True)
             return
         transfer, into = there.expected.pop(order["ticket"])
         there.say({"kind": "begun", "transfer": transfer})
@@ -126,17 +130,17 @@ class SimPorter:
         there, last = carried.there, part == PARTS
         if not self.alive or not there.alive:
             if last and there.alive:
-                there.say({"kind": "refused", "transfer": carried.theirs, "text": "the sender has gone"})
+                there.refuse(carried.theirs, "the sender has gone", again=True)
             if last and self.alive:
-                self.say({"kind": "refused", "transfer": carried.ours, "text": "the receiver has gone"})
+                self.refuse(carried.ours, "the receiver has gone", again=True)
             return
         if not last:
             carried.take(part)
             return
         why = carried.complete()
         if why:
-            there.say({"kind": "refused", "transfer": carried.theirs, "text": why})
-            self.say({"kind": "refused", "transfer": carried.ours, "text": why})
+            there.refuse(carried.theirs, why)
+            self.refuse(carried.ours, why)
         else:
             there.say({"kind": "received", "transfer": carried.theirs, "bytes": carried.came, "seconds": 0.0})
             self.say({"kind": "sent", "transfer": carried.ours, "bytes": carried.came, "seconds": 0.0})

@@ -218,6 +218,33 @@ def test_an_interval_of_0_keeps_no_copies_and_still_fetches_what_was_left_on_ano
     assert "rank 3 from its own memory, left on node n1" in plan(j).reason
 
 
+@pytest.mark.parametrize("side", ["n0", "n1"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_porter_that_dies_over_a_fetch_says_nothing_against_the_copy(job, side, seed):
+    """An error is not damage: whoever strikes a copy out for it goes further back."""
+    j = job(seed, nodes=2, interval=0)
+    j.begin()
+    j.run(300)
+    newest = min(worker.step for worker in j.workers.values())
+    j.kill_worker(3)
+    j.homes[3] = "n0"
+    j.enter()
+    fetching = j.nodes["n0"].companions["peer"]._fetching
+    for _ in range(2000):
+        j.turn(steps=False)
+        if any(each.transfer for each in fetching._under):
+            break
+    for _ in range(seed):
+        j.turn(steps=False)
+    j.kill_porter(side)
+    for _ in range(4000):
+        j.turn(steps=False)
+        if j.all_begun and not j._entering:
+            break
+    assert {worker.began for worker in j.workers.values()} == {(newest, 0)}
+    assert not [e for node in j.alive for e in node.events if getattr(e, "what", "") == "damaged"]
+
+
 def test_memory_that_does_not_suffice_for_copies_is_said_and_training_goes_on(job):
     own = 2 * 5 * 4616
     j = job(10, cap_bytes=own)

@@ -8,6 +8,7 @@ import pytest
 from everstep.checkpoint import catalog
 from everstep.checkpoint.core import names
 from everstep.checkpoint.core.manifest import FileFact, Fragment
+from everstep.checkpoint.core.retention import Keep
 from everstep.checkpoint.load import open_checkpoint
 from everstep.checkpoint.scribe import Scribe
 from everstep.clock import SystemClock
@@ -71,6 +72,8 @@ class World:
             for rank in range(self.hub.world_size):
                 with open_checkpoint(one.path, rank, self.hub.world_size) as state:
                     assert bytes(state.payload()) == rank_state(rank, self.hub.world_size, one.step).payload
+        coordinator = next(iter(self.hub.nodes.values())).disk
+        assert {one.step for one in found} == coordinator.inventory.complete, "what lies there is known"
         if self.newest:
             assert max(one.step for one in found) >= self.newest
         assert max([0, *self.hub.tiers("committed")]) >= self.step, "the last step is not durable"
@@ -142,6 +145,50 @@ def test_words_that_were_overtaken_make_no_node_forget_a_checkpoint(world):
     members = tuple(Member(r, Incarnation("b", 9, 1), home, r, False, "kept") for r, home in w.hub.homes.items())
     second.on_roster(Roster(0, 1, members))
     assert [one.step for one in second.committed()] == newer
+
+
+def loss(step):
+    return abs(step - 6.5)
+
+
+class Measured(World):
+    """Rank 0 says from where it goes on, and what it has measured when it has ended a step."""
+
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self._ended, self.hub.step, self._said = self.hub.step, self.ended, -1
+
+    def ended(self, step):
+        client = self.hub.nodes[self.hub.homes[0]].clients[0]
+        if self._said < self.generation and self.hub.plans[self.generation][1]:
+            client.restored(self.hub.began, 1000)
+        self._said = self.generation
+        self._ended(step)
+        client.measured(step, {"loss": loss(step)})
+
+
+@pytest.mark.parametrize("home", ["node-0", "node-1"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_by_a_metric_stays_wherever_rank_0_stands_and_whoever_coordinates(tmp_path, home, seed):
+    keep = Keep(1, best=1, metric="loss")
+    kept = []
+    for run in range(2):
+        w = Measured(tmp_path, 10 * seed + run, 2, keep=keep, interval=2)
+        w.hub.homes = {0: home, 1: "node-0" if home == "node-1" else "node-1"}
+        try:
+            w.until_commits(3)
+            w.hub.kill("node-0", in_flight=bool(seed % 2))
+            w.until_commits(6)
+            w.drain()
+            w.check()
+            saved = [*kept, *w.hub.tiers("committed")]
+        finally:
+            w.hub.close()
+        found = {one.step: one.manifest.metrics for one in catalog.scan(str(tmp_path / "ckpt"))}
+        best = min(saved, key=loss)
+        assert {best, max(saved)} <= set(found) <= {best, max(saved), saved[-1]}, "the last save never goes with itself"
+        assert found[best] == {"loss": loss(best)}
+        kept = list(found)
 
 
 def _life(tmp_path, seed):
