@@ -71,12 +71,14 @@ def measure(name: str, state: dict, takes: int) -> None:
     snapshotter.settle()
     snapshotter.begin(0, 1, host.enter()[0])
     snapshotter.bind(state)
+    begun = time.process_time()
     restored = snapshotter.restore().seconds
+    spent = time.process_time() - begun
     print(
         f"{name:22}{size / 2**20:8.1f} MiB   take: best {best * 1e3:8.2f} ms, median {usual * 1e3:8.2f} ms, "
         f"{size / best / 1e9:5.2f} GB/s; processor {busy * 1e3:7.2f} ms, of it the walk {min(walks) * 1e3:5.2f} ms; "
         f"bind {bound * 1e3:7.1f} ms, restore {restored * 1e3:6.1f} ms"
-        f" ({restored / size * 1e9:.2f} s a GB)"
+        f" ({restored / size * 1e9:.2f} s a GB), processor {spent * 1e3:6.1f} ms, reading what is there included"
     )
     snapshotter.close()
     shelf.close()

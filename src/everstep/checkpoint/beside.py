@@ -7,7 +7,7 @@ from everstep.checkpoint.core.layout import Leaf
 from everstep.checkpoint.modules import differences
 from everstep.checkpoint.remake import fresh
 from everstep.checkpoint.sharded import local_of
-from everstep.checkpoint.tensors import Payload
+from everstep.checkpoint.tensors import Payload, as_saved
 
 
 def shaped_as(leaf: Leaf, parameter: Tensor) -> bool:
@@ -17,6 +17,8 @@ def shaped_as(leaf: Leaf, parameter: Tensor) -> bool:
 
 def takes(held: Tensor, leaf: Leaf) -> bool:
     """True where a live tensor can take the bytes in place: same kind, shape, dtype and kind of device."""
+    if as_saved(leaf, held):
+        return held.device.type == leaf.device and not leaf.placements
     local = local_of(held)
     alike = isinstance(held, DTensor) == bool(leaf.placements) and local.device.type == leaf.device
     return alike and not differences(leaf, held)

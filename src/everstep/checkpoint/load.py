@@ -103,12 +103,18 @@ class State:
         budget = memory.read().free // 4 // self.layout.world_size if budget_bytes is None else budget_bytes
         wanted = [leaf for leaf in self._leaves.values() if leaf.alias_of is None and leaf.path not in self.refused]
         jobs: list[Callable[[], None]] = []
+        kept, size = list[Leaf](), 0
         for leaf in wanted:
             budget -= leaf.nbytes
-            if budget >= 0:
-                jobs.append(partial(self._keep, leaf))
-            else:
+            if budget < 0:
                 jobs += [partial(self._files.check, part.entry) for part in self._parts(leaf.path)]
+                continue
+            if kept and size + leaf.nbytes > PIECE:
+                jobs.append(partial(self._keep, kept))
+                kept, size = [], 0
+            kept.append(leaf)
+            size += leaf.nbytes
+        jobs.append(partial(self._keep, kept))
         count = min(threads or THREADS, len(os.sched_getaffinity(0)), len(jobs))
         if count < 2:  # noqa: PLR2004 - one thread is this one
             for job in jobs:
@@ -143,8 +149,10 @@ class State:
         self._files.close()
         self._kept.clear()
 
-    def _keep(self, leaf: Leaf) -> None:
-        self._kept[leaf.path] = self._assemble(leaf)
+    def _keep(self, leaves: Sequence[Leaf]) -> None:
+        """One thread's job: a large leaf, or small ones, since to hand one over costs more than to read it."""
+        for leaf in leaves:
+            self._kept[leaf.path] = self._assemble(leaf)
 
     def _assemble(self, leaf: Leaf) -> bytearray:
         made = bytearray(leaf.nbytes)

@@ -25,7 +25,7 @@ from everstep.checkpoint.fitting import Fitting, Undo, taken_back
 from everstep.checkpoint.flat import Flat, Ranged, flats, is_flat
 from everstep.checkpoint.remake import value_of
 from everstep.checkpoint.sharded import local_of
-from everstep.checkpoint.tensors import Collector, Part, Payload, Reading, check, dtype_name, stored
+from everstep.checkpoint.tensors import Collector, Part, Payload, Reading, as_saved, check, dtype_name, stored
 from everstep.checkpoint.watch import Watch
 
 EXTRA = "extra_state"
@@ -323,6 +323,8 @@ def walk_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 def differences(leaf: Leaf, live: Tensor) -> list[str]:
     """Say in what a saved tensor and the live one that is to take it differ."""
+    if as_saved(leaf, live):
+        return []
     check(live, leaf.path)
     local = local_of(live)
     saved_facts = (leaf.dtype, leaf.shape, leaf.whole_shape)

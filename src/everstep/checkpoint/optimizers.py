@@ -83,11 +83,14 @@ class OptimizerSource:
         if len(mine) != len(theirs):
             found.append(f"{self._groups_name}: saved with {len(theirs)} groups, here are {len(mine)}")
         for n, (here, there) in enumerate(zip(mine, theirs, strict=False)):
+            if here == there:
+                continue
+            known, saved_too = set(here), set(there)
             found += [
-                f"{self._groups_name}/{n}: {fqn} is missing in the saved state" for fqn in here if fqn not in there
+                f"{self._groups_name}/{n}: {fqn} is missing in the saved state" for fqn in here if fqn not in saved_too
             ]
-            found += [f"{self._groups_name}/{n}: {fqn} was saved and is not here" for fqn in there if fqn not in here]
-            if not found and here != there:
+            found += [f"{self._groups_name}/{n}: {fqn} was saved and is not here" for fqn in there if fqn not in known]
+            if not found:
                 found.append(f"{self._groups_name}/{n}: the same parameters in another order")
         return found or self._misfits(saved[self._state_name])
 
@@ -103,12 +106,10 @@ class OptimizerSource:
             if cut is not None:
                 wanted |= {(name,): _parts(each, cut) for name, each in zip(names, cut.ranged, strict=True)}
                 continue
-            wanted[names[0],] = self._leaf(parameter, names[0])
-            live: Leaf | None = None
+            live = wanted[names[0],] = self._leaf(parameter, names[0])
             for node in section.tree.get(names[0], {}).values():
                 leaf = section.leaves[node.leaf] if isinstance(node, Ref) else None
                 if leaf is not None and leaf.whole_shape == tuple(parameter.shape) and (leaf.shape or leaf.placements):
-                    live = live or self._leaf(parameter, names[0])
                     like[node.leaf] = live
         return {self._state_name: Wish(like, by_leaf=True, wanted=wanted), self._groups_name: Wish()}
 

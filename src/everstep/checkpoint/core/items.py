@@ -15,7 +15,7 @@ Rule 5: no two things of a rank share a name: the later in the walk gets a numbe
 import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from everstep.checkpoint.core.archive import STORAGES, UNTYPED
@@ -108,7 +108,9 @@ def tensors(layout: Layout) -> tuple[TensorItem, ...]:
         written, rank = heapq.heappop(load)
         heapq.heappush(load, (written + item.leaf.nbytes, rank))
         owners[item.leaf.path] = rank
-    return tuple(replace(i, owner=owners[i.original]) if i.replicated else i for i in named)
+    return tuple(
+        TensorItem(i.leaf, i.name, i.path, owners[i.original], replicated=True) if i.replicated else i for i in named
+    )
 
 
 def values(layout: Layout) -> Iterator[ValueItem]:

@@ -63,8 +63,11 @@ class Entry:
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> "Entry":
         """Read one entry; KeyError or TypeError for what is none."""
-        known: dict[str, Any] = {f.name: _tuple(body[f.name]) for f in fields(cls) if f.name in body}
+        known: dict[str, Any] = {n: tuple(v) if type(v) is list else v for n, v in body.items() if n in _ENTRY_FIELDS}
         return cls(**known)
+
+
+_ENTRY_FIELDS = frozenset(f.name for f in fields(Entry))
 
 
 def _tuple(value: Any) -> Any:
