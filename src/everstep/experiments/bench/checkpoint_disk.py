@@ -31,6 +31,8 @@ PROBE_S = 0.8
 PIECE = 1 << 20
 REGION = 16 << 20
 AS_IT_IS = 64 << 20
+TRIES = 4
+FAR_OFF = 8.0
 OFF = 1.35  # a throttle that lets through so many times as much as was asked, or so much less, is none
 
 
@@ -58,7 +60,7 @@ def disk(bandwidth: int | None, store: Path | None, state: int, clock: Clock = S
         mount = Path(home) / "throttled"
         mount.mkdir()
         with _mounted(backing, mount, bandwidth, clock):
-            found = _probe(mount, bandwidth, clock)
+            found = _settled(mount, bandwidth, clock)
             if not bandwidth / OFF <= found <= bandwidth * OFF:
                 raise ConfigurationError(
                     f"bindfs --write-rate={bandwidth} takes {found:.0f} bytes a second, not what was asked. "
@@ -129,6 +131,16 @@ def _unmount(mount: Path, child: "subprocess.Popen[bytes]") -> None:
         child.wait()
     if child.stderr is not None:
         child.stderr.close()
+
+
+def _settled(folder: Path, rate: int, clock: Clock) -> float:
+    """Probe until the throttle holds; a few times where it is near: what else the machine did may have slowed one."""
+    found = 0.0
+    for _ in range(TRIES):
+        found = _probe(folder, rate, clock)
+        if rate / OFF <= found <= rate * OFF or not rate / FAR_OFF <= found <= rate * FAR_OFF:
+            break
+    return found
 
 
 def _probe(folder: Path, rate: int, clock: Clock) -> float:
