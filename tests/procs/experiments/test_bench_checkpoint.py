@@ -13,6 +13,7 @@ import pytest
 from everstep.clock import SYSTEM
 from everstep.errors import ConfigurationError
 from everstep.experiments.bench import checkpoint_disk, launch
+from everstep.experiments.core.checkpoints import JUDGED, MODES, NVRX_MODE
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(280)]
@@ -33,18 +34,29 @@ def bench(*words):
     return json.loads(done.stdout)
 
 
-def test_all_modes_are_rows_of_one_run_and_what_they_call_durable_is_read_back(tmp_path):
-    modes = "everstep,torch.save,dcp.async_save-thread,nvrx"
-    found = bench("--bandwidth", "unlimited", "--store", str(tmp_path), "--modes", modes)
+@pytest.mark.parametrize(
+    ("ranks", "modes"),
+    [
+        (1, "everstep,nvrx"),
+        (2, "torch.save"),
+        *(pytest.param(ranks, ",".join(MODES), marks=pytest.mark.long) for ranks in (1, 2)),
+    ],
+)
+def test_modes_are_rows_of_one_run_and_what_they_call_durable_is_read_back(tmp_path, ranks, modes):
+    found = bench("--bandwidth", "unlimited", "--store", str(tmp_path), "--modes", modes, "--ranks", str(ranks))
     rows = {row["mode"]: row for row in found["rows"]}
     assert list(rows) == modes.split(",")
-    for row in found["rows"][:3]:
+    for row in found["rows"]:
+        if row["mode"] == NVRX_MODE and row["efficiency"] is None:
+            assert row["outcome"] == "needs CUDA" or "not installed" in row["outcome"]
+            continue
         assert (row["outcome"], row["whole"], row["left_behind"]) == ("done", True, 0), row
         assert row["steps"] >= 5
         assert 0 < row["efficiency"] < 1.5
         assert row["age_s"] > 0
-    assert rows["nvrx"]["outcome"] in ("done", "needs CUDA") or "not installed" in rows["nvrx"]["outcome"]
-    assert [(v["mode"], v["budget_kept"] in (True, False)) for v in found["verdicts"]] == [("everstep", True)]
+    ours = [name for name in rows if name in JUDGED]
+    assert [(v["mode"], v["budget_kept"] in (True, False)) for v in found["verdicts"]] == [(n, True) for n in ours]
+    assert found["plan"]["ranks"] == ranks
     assert list(tmp_path.iterdir()) == []
 
 

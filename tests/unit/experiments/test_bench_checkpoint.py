@@ -1,6 +1,7 @@
 """The command line, tables and picture of `everstep bench checkpoint`, and what it refuses before anything runs."""
 
 import argparse
+import dataclasses
 import json
 
 import pytest
@@ -59,7 +60,7 @@ def test_flags_are_read_as_they_are_meant():
     [
         ("--bandwidth", "fast"), ("--bandwidth", "0"), ("--intervals", "0"), ("--intervals", "1,1"), ("--state", "-1"),
         ("--intervals", ""), ("--modes", "rsync"), ("--modes", ""), ("--step", "0"), ("--step", "inf"),
-        ("--rounds", "0"), ("--seconds", "nan"), ("--work", "think"), ("--device", "tpu"),
+        ("--rounds", "0"), ("--ranks", "0"), ("--seconds", "nan"), ("--work", "think"), ("--device", "tpu"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(words, capsys):
@@ -112,17 +113,32 @@ def test_an_interpreter_that_was_named_and_is_not_there_is_refused():
         checkpoint._implementations(["nvrx"], "/no/python")
 
 
+NO_CUDA = {"failed": "AssertionError: Torch not compiled with CUDA enabled", "at": 7.0}
+LOST = {"failed": "RuntimeError: Connection closed by peer", "at": 7.1}
+
+
 @pytest.mark.parametrize(
-    ("tape", "out", "ending", "said"),
+    ("tapes", "outs", "ending", "said"),
     [
-        (None, "", Ending(1.0, (-9,), 7.0), "no end within 7 s"),
-        (None, "Traceback\nImportError: no name", Ending(1.0, (1,)), "ImportError: no name"),
-        (None, "", Ending(1.0, (-9,)), "exit code -9"),
-        ({"failed": "AssertionError: Torch not compiled with CUDA enabled"}, "", Ending(1.0, (1,)), "needs CUDA"),
+        ((None,), ("",), Ending(1.0, (-9,), 7.0), "no end within 7 s"),
+        ((None,), ("Traceback\nImportError: no name",), Ending(1.0, (1,)), "ImportError: no name"),
+        ((None,), ("",), Ending(1.0, (-9,)), "exit code -9"),
+        ((NO_CUDA,), ("",), Ending(1.0, (1,)), "needs CUDA"),
+        ((LOST, NO_CUDA), ("", ""), Ending(1.0, (1, 1)), "needs CUDA"),
+        ((None, None), ("", "said"), Ending(1.0, (0, -9)), "said"),
+        ((dataclasses.asdict(window()), LOST), ("", ""), Ending(1.0, (0, 1)), LOST["failed"]),
     ],
 )
-def test_a_loop_without_a_figure_says_why(tape, out, ending, said, tmp_path):
-    (tmp_path / "out-0.txt").write_text(out)
-    if tape is not None:
-        (tmp_path / "window.json").write_text(json.dumps(tape))
+def test_a_loop_without_a_figure_says_why(tapes, outs, ending, said, tmp_path):
+    for rank, (tape, out) in enumerate(zip(tapes, outs, strict=True)):
+        (tmp_path / f"out-{rank}.txt").write_text(out)
+        if tape is not None:
+            (tmp_path / f"window-{rank}.json").write_text(json.dumps(tape))
     assert checkpoint._read("nvrx", tmp_path, ending) == (None, said)
+
+
+def test_loops_of_several_ranks_are_one_window(tmp_path):
+    slow = window(saves=((3, 2.0, 2.1), (4, 2.2, 2.3), (5, 2.4, 2.7)))
+    for rank, tape in enumerate((window(), slow)):
+        (tmp_path / f"window-{rank}.json").write_text(json.dumps(dataclasses.asdict(tape)))
+    assert checkpoint._read("everstep", tmp_path, Ending(1.0, (0, 0))) == (slow, "done")

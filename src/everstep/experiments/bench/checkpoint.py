@@ -3,6 +3,7 @@
 Rule 1: every way has the same loop, the same state and the same throttled store, one after another in turn; each
         measured stretch is a process of its own, with the same loop without checkpoints before and after.
 Rule 2: a way that does not run here is a row that says so in a word, never left out.
+Rule 3: of several ranks a row is the slowest one's, with what all of them held durable.
 """
 
 import argparse
@@ -34,7 +35,8 @@ READ = 4000
 class Load:
     """What is the same for all: the loop, its state, and how long it is looked at."""
 
-    state: int
+    ranks: int
+    state: int  # bytes, of all ranks together
     bandwidth: int | None
     step_s: float
     work: str
@@ -52,8 +54,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     checkpoint_disk.check(args.bandwidth)
     with_s, bare_s = checkpoints.stretch(args.state, args.bandwidth, args.step, args.seconds)
     load = Load(
-        state=args.state, bandwidth=args.bandwidth, step_s=args.step, work=args.work, device=args.device,
-        with_s=with_s, bare_s=bare_s, limit_s=args.limit,
+        ranks=args.ranks, state=args.state, bandwidth=args.bandwidth, step_s=args.step, work=args.work,
+        device=args.device, with_s=with_s, bare_s=bare_s, limit_s=args.limit,
     )  # fmt: skip
     impls, missing = _implementations(args.modes, args.python)
     cases = [(mode, interval) for interval in args.intervals for mode in args.modes]
@@ -114,7 +116,9 @@ def _implementations(modes: Sequence[str], python: str | None) -> tuple[dict[str
 
 
 def _about(args: argparse.Namespace, modes: int) -> float:
-    return checkpoints.estimate(modes, args.intervals, args.rounds, args.step, args.state, args.bandwidth, args.seconds)
+    return checkpoints.estimate(
+        modes, args.intervals, args.rounds, args.step, args.state, args.bandwidth, args.seconds, args.ranks
+    )
 
 
 def _one(impl: Impl, mode: str, interval: int, load: Load, disk: Disk, folder: Path) -> tuple[Window | None, str, int]:
@@ -127,11 +131,11 @@ def _one(impl: Impl, mode: str, interval: int, load: Load, disk: Disk, folder: P
         "--with-s", str(load.with_s), "--bare-s", str(load.bare_s),
     ]  # fmt: skip
     most = load.limit_s + 4 * checkpoints.estimate(
-        1, [interval], 1, load.step_s, load.state, load.bandwidth, load.with_s
+        1, [interval], 1, load.step_s, load.state, load.bandwidth, load.with_s, load.ranks
     )
     limits = Limits(start_s=most, silent_s=most, most_s=most)
     try:
-        ending, left = launch.drive(launch.launched(impl, words, 1, folder), folder, limits)
+        ending, left = launch.drive(launch.launched(impl, words, load.ranks, folder), folder, limits)
     finally:
         shutil.rmtree(target, ignore_errors=True)
     found, word = _read(mode, folder, ending)
@@ -142,12 +146,16 @@ def _one(impl: Impl, mode: str, interval: int, load: Load, disk: Disk, folder: P
 
 
 def _read(mode: str, folder: Path, ending: Ending) -> tuple[Window | None, str]:
-    path = folder / "window.json"
-    body = json.loads(path.read_text()) if path.exists() else {}
+    """Read the ranks' tapes; a rank that failed first says why there is no figure."""
+    paths = [folder / f"window-{rank}.json" for rank in range(len(ending.codes))]
+    bodies: list[dict[str, Any]] = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
     if ending.silent_s is not None:
         return None, f"no end within {ending.silent_s:.0f} s"
-    if "bare" in body and ending.codes == (0,):
-        return Window.from_json(body), "done"
-    out = (folder / "out-0.txt").read_bytes()[-READ:].decode(errors="replace").strip()
-    last = body.get("failed") or out.rpartition("\n")[2]
-    return None, checkpoints.word(mode, f"{last}" if last else f"exit code {ending.codes[0]}")
+    if all("bare" in body for body in bodies) and not any(ending.codes):
+        return checkpoints.slowest([Window.from_json(body) for body in bodies]), "done"
+    failed = min((body for body in bodies if "failed" in body), key=lambda body: body["at"], default=None)
+    if failed is not None:
+        return None, checkpoints.word(mode, failed["failed"])
+    rank, code = next(((rank, code) for rank, code in enumerate(ending.codes) if code != 0), (0, 0))
+    out = (folder / f"out-{rank}.txt").read_bytes()[-READ:].decode(errors="replace").strip()
+    return None, checkpoints.word(mode, out.rpartition("\n")[2] or f"exit code {code}")

@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the store, as 10MB/s (default); `unlimited`: the store as it is")  # fmt: skip
     add("--intervals", type=_steps, default=[1, 10, 100], metavar="STEPS", help="default 1,10,100")
     add("--modes", type=_modes, default=list(MODES), metavar="NAMES", help=f"from {', '.join(MODES)} (default: all)")
-    add("--state", type=_meant(checkpoints.size), default=64_000_000, metavar="SIZE", help="as 64MB (default)")
+    add("--ranks", type=_count, default=1, help="so many processes share the state, over gloo (default 1)")
+    add("--state", type=_meant(checkpoints.size), default=64_000_000, metavar="SIZE",
+        help="of all ranks together, as 64MB (default)")  # fmt: skip
     add("--step", type=_seconds, default=0.05, metavar="SECONDS", help="what a step takes (default 0.05)")
     add("--work", choices=["sleep", "matmul"], default="sleep",
         help="what a step does: wait, as for a device, or multiply matrices")  # fmt: skip

@@ -20,7 +20,8 @@ def print_rows(result: Mapping[str, Any], out: Console) -> None:
     for name, pairs in result["versions"].items():
         out.print(f"{name}: " + ", ".join(f"{one} {version}" for one, version in pairs.items()))
     out.print(
-        f"state {plan['state'] / 1e6:g} MB ({plan['device']}), step {plan['step_s']:g} s ({plan['work']}), "
+        f"state {plan['state'] / 1e6:g} MB ({plan['device']}){_over(plan.get('ranks', 1))}, "
+        f"step {plan['step_s']:g} s ({plan['work']}), "
         f"{disk['path']}: {disk['measured'] / 1e6:.1f} MB/s measured; "
         f"rounds: {plan['rounds']}"
     )
@@ -37,6 +38,10 @@ def print_rows(result: Mapping[str, Any], out: Console) -> None:
     for said in result["verdicts"]:
         mark = "[green]kept[/]" if said["budget_kept"] else "[red]missed[/]"
         out.print(f"budget {mark}: {LABELS[said['mode']]}, every {said['interval']}: {said['budget']}")
+
+
+def _over(ranks: int) -> str:
+    return f" over {ranks} ranks, of whom each row is the slowest" if ranks > 1 else ""
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,8 @@ Rule 2: a window begins when one save call has returned and ends when another ha
         saves that met a write under way where the mode has such.
 Rule 3: an efficiency stands beside what it was had for: the interval that was achieved, and the greatest age of the
         newest durable checkpoint at the end of any step. Of a saver that skips everything the age says so.
+Rule 4: ranks train in step, so the slowest one's loop is the job's. A checkpoint is durable when the last of them has
+        seen it to be, and whole where it is on all.
 
 All seconds are of one machine's monotonic clock.
 """
@@ -15,7 +17,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 OURS = ("everstep", "everstep-block", "everstep-skip")
@@ -136,6 +138,26 @@ class Window:
         return oldest
 
 
+def slowest(ranks: Sequence[Window]) -> Window:
+    """Return one window of a job (rule 4): the loop of the rank that was blocked most, with what all held durable."""
+    one = min(ranks, key=_share)
+    seen = [dict(window.durable) for window in ranks]
+    everywhere = set.intersection(*map(set, seen))
+    claims = {window.claimed for window in ranks}
+    return replace(
+        one,
+        durable=tuple(sorted((step, max(each[step] for each in seen)) for step in everywhere)),
+        write_s=max(window.write_s for window in ranks),
+        copy_s=max(window.copy_s for window in ranks),
+        holds=tuple(sorted({step for window in ranks for step in window.holds})) if all(w.holds for w in ranks) else (),
+        claimed=None if None in claims else max(claims, key=lambda step: step or 0),
+    )
+
+
+def _share(window: Window) -> float:
+    return len(window.ends) * window.bare_step_s / (window.end_s - window.begin_s)
+
+
 def row(
     mode: str, interval: int, windows: Sequence[Window], outcome: str, left_behind: int = 0, least_write_s: float = 0.0
 ) -> dict[str, Any]:
@@ -229,11 +251,11 @@ def stretch(state: int, bandwidth: int | None, step_s: float, given: float | Non
 
 
 def estimate(modes: int, intervals: Sequence[int], rounds: int, step_s: float, state: int, bandwidth: int | None,
-             given: float | None = None) -> float:  # fmt: skip
-    """Return about how many seconds a benchmark takes, a start of four seconds for each loop included."""
+             given: float | None = None, ranks: int = 1) -> float:  # fmt: skip
+    """Return about how many seconds a benchmark takes, a start of four seconds for each loop's rank included."""
     with_s, bare_s = stretch(state, bandwidth, step_s, given)
     write_s = state / bandwidth if bandwidth else 0.1
-    each = [max(with_s, every * step_s) + min(write_s, every * step_s) + 3 * bare_s + 4 * write_s + 4.0
+    each = [max(with_s, every * step_s) + min(write_s, every * step_s) + 3 * bare_s + 4 * write_s + 4.0 * ranks
             for every in intervals]  # fmt: skip
     return modes * rounds * math.fsum(each)
 

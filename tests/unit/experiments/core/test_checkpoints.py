@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.experiments.core import checkpoints
-from everstep.experiments.core.checkpoints import LABELS, MODES, Window, rate, row, size, stretch, verdict, word
+from everstep.experiments.core.checkpoints import (
+    LABELS,
+    MODES,
+    Window,
+    rate,
+    row,
+    size,
+    slowest,
+    stretch,
+    verdict,
+    word,
+)
 
 STEP, WRITE, COPY = 0.1, 1.0, 0.001
 
@@ -151,6 +162,36 @@ def test_windows_of_several_rounds_are_one_row():
     assert (found["windows"], found["steps"]) == (2, len(fast.ends) + len(slow.ends))
     assert found["efficiencies"][0] > 0.98 > 0.1 > found["efficiencies"][1]
     assert found["blocked_s"] == pytest.approx(found["wall_s"] * (1 - found["efficiency"]))
+
+
+def test_of_several_ranks_the_slowest_is_the_row_and_what_the_last_saw_durable_its_age():
+    fast, slow = loop("coalesce", 1), loop("wait", 1)
+    late = dataclasses.replace(fast, durable=tuple((step, at + 0.5) for step, at in fast.durable))
+    found = row("everstep", 1, [slowest([fast, late])], "done")
+    assert found["efficiency"] == pytest.approx(row("everstep", 1, [fast], "done")["efficiency"])
+    assert found["age_s"] == pytest.approx(row("everstep", 1, [late], "done")["age_s"])
+    assert found["age_s"] > row("everstep", 1, [fast], "done")["age_s"]
+    for ranks in ([fast, slow], [slow, fast]):
+        assert slowest(ranks).saves == slow.saves
+    lost = dataclasses.replace(fast, durable=fast.durable[:3])
+    assert slowest([fast, lost]).durable == fast.durable[:3], "what one rank has not is no checkpoint of the job"
+    assert slowest([fast]) == fast
+
+
+@pytest.mark.parametrize(
+    ("of_one", "said"),
+    [
+        ({"holds": (7,)}, "holds state of step 7 and"),
+        ({"holds": ()}, "cannot be read"),
+        ({"claimed": None, "holds": ()}, "nothing was durable"),
+    ],
+)
+def test_a_checkpoint_that_is_none_on_one_rank_is_none(of_one, said):
+    good = loop("coalesce", 1)
+    for ranks in ([good, dataclasses.replace(good, **of_one)], [dataclasses.replace(good, **of_one), good]):
+        found = row("everstep", 1, [slowest(ranks)], "done")
+        assert not found["whole"]
+        assert said in found["holds"]
 
 
 def test_a_row_without_figures_has_all_keys_and_says_why():

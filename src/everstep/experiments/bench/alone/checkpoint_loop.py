@@ -5,12 +5,17 @@
 In turn: steps without checkpoints, two saves on the idle disk, steps with saves, steps without. What happened when is
 written to the tape as it was; the figures are made elsewhere (core/checkpoints.py). A state's tensors carry the number
 of their step at both ends, so that what is read back says which step it is of. Needs torch and what the mode is of.
+
+Of several ranks each is a process like this one. Each step ends with an all-reduce, as that of a training does: a rank
+that is blocked blocks all. It carries rank 0's word on whether a stretch is over, so that all do the same steps. The
+state is sharded evenly, as DTensors.
 """
 
 import argparse
 import contextlib
 import importlib
 import json
+import math
 import os
 import statistics
 import time
@@ -29,19 +34,20 @@ def main() -> None:
     import torch.distributed as dist  # noqa: PLC0415 - a daemon of DCP imports this file too
 
     dist.init_process_group("gloo")
-    loop = Loop(args)
+    rank = dist.get_rank()
     try:
-        body = loop.measure()
+        body = Loop(args, rank, dist.get_world_size()).measure()
     except BaseException as error:
-        write(args.tape, {"failed": f"{type(error).__name__}: {error}".split("\n")[0][:300]})
+        said = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+        write(args.tape, rank, {"failed": said, "at": time.monotonic()})
         raise
-    write(args.tape, body)
+    write(args.tape, rank, body)
     dist.destroy_process_group()
 
 
-def write(folder: str, body: dict[str, Any]) -> None:
-    """Write the tape whole or not at all."""
-    path = os.path.join(folder, "window.json")
+def write(folder: str, rank: int, body: dict[str, Any]) -> None:
+    """Write a rank's tape whole or not at all."""
+    path = os.path.join(folder, f"window-{rank}.json")
     with open(path + ".new", "w") as out:
         json.dump(body, out)
     os.replace(path + ".new", path)
@@ -62,21 +68,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 class State:
-    """Parameters of so many bytes in all, each stamped with the number of its step at both ends, by an optimizer.
+    """Parameters of so many bytes over all ranks, stamped with the number of their step at both ends, by an optimizer.
 
-    `objects` is what a script hands to whoever takes modules and optimizers, `tensors` to whoever takes tensors.
+    `objects` is what a script hands to whoever takes modules and optimizers, `tensors` to whoever takes tensors,
+    `parts` this rank's own parts of them, to whoever knows no shards.
     """
 
-    def __init__(self, size: int, device: str) -> None:
+    def __init__(self, size: int, device: str, rank: int, ranks: int) -> None:
         import torch  # noqa: PLC0415 - as in `main`
 
-        count = max(2, size // TENSORS // ELEMENT)
+        if device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        count = max(2, size // TENSORS // ELEMENT // ranks)
+        self.parts: dict[str, Any] = {f"tensor{n}": torch.zeros(count, device=device) for n in range(TENSORS)}
+        self.tensors = self.parts if ranks == 1 else sharded(self.parts, device, ranks)
+        self._ends = [t[:: count - 1] for t in self.parts.values()]
         module = torch.nn.Module()
-        for n in range(TENSORS):
-            made = torch.nn.Parameter(torch.zeros(count, device=device), requires_grad=False)
-            module.register_parameter(f"tensor{n}", made)
-        self.tensors: dict[str, Any] = {name: each.detach() for name, each in module.named_parameters()}
-        self._ends = [t[:: count - 1] for t in self.tensors.values()]
+        for name, each in self.tensors.items():
+            module.register_parameter(name, torch.nn.Parameter(each, requires_grad=False))
         self._optimizer = stamper(module.parameters(), self._ends)
         self.objects: dict[str, Any] = {"model": module, "optimizer": self._optimizer}
 
@@ -93,21 +102,30 @@ class State:
         """Return tensors of the host to copy into."""
         import torch  # noqa: PLC0415 - as in `main`
 
-        every = list(self.tensors.values())
+        every = list(self.parts.values())
         return [torch.zeros(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in every]
 
     def copy_to(self, targets: list[Any]) -> None:
         """Copy bare to the host."""
-        for target, source in zip(targets, self.tensors.values()):  # noqa: B905 - as many by construction
+        for target, source in zip(targets, self.parts.values()):  # noqa: B905 - as many by construction
             target.copy_(source)
+
+
+def sharded(parts: dict[str, Any], device: str, ranks: int) -> dict[str, Any]:
+    """Return each part as this rank's shard of a tensor, as FSDP2 has it."""
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - as in `main`
+    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415 - as in `main`
+
+    mesh = init_device_mesh(device, (ranks,))
+    return {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name, part in parts.items()}
 
 
 class Loop:
     """One process's loop."""
 
-    def __init__(self, args: Any) -> None:
-        self.args = args
-        self.state = State(args.state, args.device)
+    def __init__(self, args: Any, rank: int, ranks: int) -> None:
+        self.args, self.rank, self.ranks = args, rank, ranks
+        self.state = State(args.state, args.device, rank, ranks)
         self._work = sleeper(args.step) if args.work == "sleep" else multiplier(args.step, args.device)
         self.before: list[Any] = []
         self.ends: list[Any] = []
@@ -122,7 +140,7 @@ class Loop:
         copy_s = self.copy_s()
         bare = [self.bare()]
         ways: Any = importlib.import_module("checkpoint_ways")  # beside this file, wherever that is
-        way = ways.WAYS[self.args.mode](self.args.folder, every)
+        way = ways.WAYS[self.args.mode](self.args.folder, every, self.rank, self.ranks)
         way.begin()
         with contextlib.closing(way):
             write_s = min(self.alone(way, every), self.alone(way, 2 * every))  # the first starts what it needs
@@ -138,9 +156,9 @@ class Loop:
 
     def bare(self) -> tuple[int, float]:
         """Do steps without checkpoints; return how many and how long they took."""
-        begun, steps = time.monotonic(), 0
-        while time.monotonic() - begun < self.args.bare_s:
-            self.step(1)
+        begun, steps, over = time.monotonic(), 0, False
+        while not over:
+            over = self.step(1, begun + self.args.bare_s)
             steps += 1
         return steps, time.monotonic() - begun
 
@@ -154,10 +172,22 @@ class Loop:
             took.append(time.monotonic() - begun)
         return statistics.median(took[TARGETS:])
 
-    def step(self, number: int) -> None:
-        """Do one step."""
+    def step(self, number: int, until: float = math.inf) -> bool:
+        """Do one step; return whether rank 0 has come to `until`."""
         self._work()
         self.state.stamp(number)
+        return self.agreed(time.monotonic() >= until)
+
+    def agreed(self, word: bool) -> bool:
+        """Return rank 0's word, to all ranks."""
+        if self.ranks == 1:
+            return word
+        import torch  # noqa: PLC0415 - as in `main`
+        import torch.distributed as dist  # noqa: PLC0415 - as in `main`
+
+        told = torch.tensor(float(word and self.rank == 0))
+        dist.all_reduce(told)
+        return bool(told)
 
     def alone(self, way: Any, step: int) -> float:
         """Save once on the idle disk, wait until it is durable; return how long that took."""
@@ -184,7 +214,7 @@ class Loop:
             self.ends.append((step, time.monotonic()))
             if step % self.args.interval == 0:
                 self.save(way, step)
-                if time.monotonic() - begun >= self.args.with_s:
+                if self.agreed(time.monotonic() - begun >= self.args.with_s):
                     return
             else:
                 way.pass_by(step, self.state)

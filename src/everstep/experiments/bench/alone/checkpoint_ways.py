@@ -14,9 +14,13 @@ class Way:
     """One way to save: what a user of it writes."""
 
     waits_for_all = False
+    apart = False  # each rank has files of its own, of which no other knows
 
-    def __init__(self, folder: str, interval: int) -> None:
-        self.folder, self.interval = folder, interval
+    def __init__(self, folder: str, interval: int, rank: int = 0, ranks: int = 1) -> None:
+        self.folder, self.interval, self.rank, self.ranks = folder, interval, rank, ranks
+        if self.apart and ranks > 1:
+            self.folder = os.path.join(folder, f"rank-{rank}")
+            os.mkdir(self.folder)
         self.done: set[int] = set()
 
     def begin(self) -> None:
@@ -41,7 +45,7 @@ class Way:
         import torch  # noqa: PLC0415 - a daemon of DCP imports this too
 
         for name, value in torch.load(self.path(step), map_location="cpu", weights_only=True).items():
-            state.tensors[name].copy_(value)
+            state.parts[name].copy_(value)
 
     def path(self, step: int) -> str:
         """Where a step goes."""
@@ -49,6 +53,8 @@ class Way:
 
     def older(self, step: int) -> None:
         """Remove what is older than the newest two, as a user does."""
+        if self.rank and not self.apart:
+            return
         for name in os.listdir(self.folder):
             if int(name.rpartition("-")[2]) < step and int(name.rpartition("-")[2]) != max(self.done, default=-1):
                 path = os.path.join(self.folder, name)
@@ -116,9 +122,10 @@ class Skip(Everstep):
 
 
 class TorchSave(Way):
-    """`torch.save` into a new file, and fsync."""
+    """`torch.save` into a new file, and fsync; of several ranks each saves its part."""
 
     waits_for_all = True
+    apart = True
 
     def save(self, step: int, state: Any) -> None:
         """See `Way`."""
@@ -126,7 +133,7 @@ class TorchSave(Way):
 
         self.older(step)
         with open(self.path(step), "wb") as out:
-            torch.save(state.tensors, out)
+            torch.save(state.parts, out)
             out.flush()
             os.fsync(out.fileno())
         self.done.add(step)
@@ -153,7 +160,7 @@ class DcpSave(Way):
 
 
 class DcpThread(DcpSave):
-    """`async_save`, waiting for the one before, as its tutorial does."""
+    """`async_save`, waiting for the one before, as its tutorial does; ranks agree in a group of its own."""
 
     waits_for_all = False
     kind = "THREAD"
@@ -163,13 +170,17 @@ class DcpThread(DcpSave):
         super().begin()
         saver: Any = importlib.import_module("torch.distributed.checkpoint.state_dict_saver")
         self._kind = saver.AsyncCheckpointerType[self.kind]
+        dist: Any = importlib.import_module("torch.distributed")
+        self._group = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self._under_way: tuple[int, Any] | None = None
 
     def save(self, step: int, state: Any) -> None:
         """See `Way`."""
         self.wait()
         self.older(step)
-        made = self._dcp.async_save(state.tensors, checkpoint_id=self.path(step), async_checkpointer_type=self._kind)
+        made = self._dcp.async_save(
+            state.tensors, checkpoint_id=self.path(step), async_checkpointer_type=self._kind, process_group=self._group
+        )
         self._under_way = (step, getattr(made, "upload_completion", made))
 
     def durable(self) -> set[int]:
@@ -194,7 +205,9 @@ class DcpProcess(DcpThread):
 
 
 class Nvrx(Way):
-    """NVRx's `TorchAsyncCheckpoint`, finalised before the next, as its documentation does."""
+    """NVRx's `TorchAsyncCheckpoint`, finalised before the next, as its documentation does; each rank saves its part."""
+
+    apart = True
 
     def begin(self) -> None:
         """See `Way`."""
@@ -206,7 +219,7 @@ class Nvrx(Way):
         """See `Way`."""
         self.wait()
         self.older(step)
-        self._saver.async_save(state.tensors, self.path(step))
+        self._saver.async_save(state.parts, self.path(step))
         self._step = step
 
     def durable(self) -> set[int]:
