@@ -458,6 +458,7 @@ def live_through(bench, keep, seed: int, changes: int) -> None:
             history.append("| restored |")
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_next_snapshot_holds_the_state_as_it_is(bench, keep, seed):
     live_through(bench, keep, seed, 25)

@@ -394,6 +394,7 @@ def storm(seed):
     Storm(seed).run()
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_dies_whenever_all_begin_from_one_state_and_nothing_that_counted_is_lost(seed):
     gc.collect()

@@ -123,6 +123,7 @@ def _killed(tmp_path, seed, at, nodes, victim, in_flight):
         w.hub.close()
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("at", range(0, 60, 3))
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_coordinator_that_dies_at_any_word_of_a_save_leaves_one_of_the_states_saved(tmp_path, at, nodes):
@@ -212,6 +213,7 @@ def _life(tmp_path, seed):
         w.hub.close()
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(20))
 def test_nodes_that_die_one_after_the_other_lose_nothing_that_was_durable(tmp_path, seed):
     _life(tmp_path / "ckpt", seed)

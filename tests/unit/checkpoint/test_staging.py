@@ -95,6 +95,7 @@ def mixture(rng: random.Random) -> list[torch.Tensor]:
     return sources
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_mixture_arrives(seed):
     rng = random.Random(seed)
@@ -102,6 +103,7 @@ def test_any_mixture_arrives(seed):
     assert right
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_mixture_arrives_by_way_of_a_device_s_scratch(seed):
     """One piece of it for all stretches, whatever was in it before."""

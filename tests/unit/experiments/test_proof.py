@@ -89,6 +89,7 @@ def test_a_run_that_lost_nothing_is_proven():
     assert all(f.text for f in findings.values())
 
 
+@pytest.mark.sample(80)
 @pytest.mark.parametrize("seed", range(200))
 def test_every_seeded_plan_that_is_survived_is_proven(seed):
     planned = plan_of(Spec(5, seed, ("exception", "hang", "sigkill")), WORLD, STEPS).faults

@@ -88,6 +88,7 @@ def test_a_bar_where_there_is_one(pipe):
     assert text.rstrip().endswith("\x1b[?25h")
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("width", range(12, 130))
 def test_the_bar_stays_on_one_line(pipe, width):
     read, write = pipe

@@ -26,6 +26,7 @@ def fragment(rank, *, world=2, generation=0, save="t", step=20):
     )  # fmt: skip
 
 
+@pytest.mark.sample(100)
 @pytest.mark.parametrize("seed", range(300))
 def test_any_order_and_any_repeats_of_a_whole_set_give_the_same_bytes(seed):
     rng = random.Random(seed)
@@ -37,6 +38,7 @@ def test_any_order_and_any_repeats_of_a_whole_set_give_the_same_bytes(seed):
     assert merge([Fragment.from_bytes(f.to_bytes()) for f in mixed]).to_bytes() == expected
 
 
+@pytest.mark.sample(100)
 @pytest.mark.parametrize("seed", range(300))
 def test_a_part_of_a_set_or_a_mixture_of_two_is_never_merged(seed):
     rng = random.Random(seed)

@@ -48,12 +48,14 @@ def _as_good(candidate, node, rest, home, domains):
     return rank(candidate) <= rank(node)
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("seed", range(120))
 def test_laws_of_a_placement(seed):
     _, _, domains, homes, copies = worlds(seed)
     check(homes, domains, copies, place(homes, domains, copies))
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("seed", range(120))
 def test_a_node_that_goes_moves_what_it_kept_and_held_and_little_else(seed):
     draw, nodes, domains, homes, copies = worlds(seed)

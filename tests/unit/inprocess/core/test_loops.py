@@ -156,8 +156,8 @@ def test_an_except_block_belongs_to_the_loop_that_goes_on_behind_it():
 
 
 def test_a_long_function_is_walked_without_recursion():
-    """Ten thousand branches in a row: deeper than the interpreter's stack, if the walk called itself."""
-    body = "\n".join(f"    if a == {n}: a += 1" for n in range(10_000))
+    """Three thousand branches in a row: deeper than the interpreter's stack, if the walk called itself."""
+    body = "\n".join(f"    if a == {n}: a += 1" for n in range(3_000))
     code = compile(f"def long(a):\n{body}\n    while a: a -= 1\n", "long", "exec").co_consts[0]
     (loop,) = loops_of(code)
-    assert min(loop) > 100_000
+    assert min(loop) > 30_000

@@ -126,6 +126,7 @@ def test_a_second_deferral_has_its_own_limit():
     assert [v for _, v in said if v is Verdict.REPLACE] == []
 
 
+@pytest.mark.sample(100)
 @pytest.mark.parametrize("seed", range(300))
 def test_whatever_is_seen_the_rules_hold(seed):
     """No raise while handling within a grace; bounded life; KEEP whenever the function is left or defers."""

@@ -122,6 +122,10 @@ class Peers:
         raise AssertionError("it never comes to rest")
 
 
+def at_length(count):
+    return pytest.param(count, marks=pytest.mark.long)
+
+
 def check(peers):
     living = [rank for rank in peers.ranks if rank.alive]
     rosters = {}
@@ -135,30 +139,33 @@ def check(peers):
     return ends.pop() if ends else "nobody"
 
 
+@pytest.mark.parametrize("count", [60, at_length(200)])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_exceptions_alone_always_end_well(size):
-    for seed in range(200):
+def test_exceptions_alone_always_end_well(size, count):
+    for seed in range(count):
         peers = Peers(seed, size, None, faults=seed % 7, deaths=0)
         peers.run()
         assert check(peers) == "done", seed
 
 
+@pytest.mark.parametrize("count", [120, at_length(400)])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_death_ends_all_that_live_alike(size):
+def test_a_death_ends_all_that_live_alike(size, count):
     ends = set()
-    for seed in range(400):
+    for seed in range(count):
         peers = Peers(seed, size, None, faults=seed % 4, deaths=1)
         peers.run()
         ends.add(check(peers).partition(" ")[0])
     assert {"done", "rank"} <= ends  # a death may come too late, or never
 
 
+@pytest.mark.parametrize("count", [100, at_length(400)])
 @pytest.mark.parametrize("size", [3, 5])
-def test_worlds_that_may_shrink_go_on_or_end_alike(size):
+def test_worlds_that_may_shrink_go_on_or_end_alike(size, count):
     shrunk = 0
-    for seed in range(400):
+    for seed in range(count):
         peers = Peers(seed, size, 2, faults=seed % 4, deaths=size - 1)
         peers.run()
         check(peers)
         shrunk += any(r.world_size < size for rank in peers.ranks for r in rank.rosters.values())
-    assert shrunk > 100
+    assert shrunk > count // 4
