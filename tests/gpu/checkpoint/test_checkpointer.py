@@ -201,6 +201,30 @@ def test_keepers_and_writers_have_nothing_of_the_device_and_saves_leave_nothing_
         assert free - torch.cuda.mem_get_info()[0] <= 64 << 20  # kernels that were loaded meanwhile
 
 
+def test_released_memory_of_the_device_is_free_between_saves_and_the_next_save_is_whole(make):
+    """CS-10: a loop that unloads its model from the device between saves has the memory back at once."""
+    ckpt = make("ckpt")
+    torch.nn.Linear(64, 64, device="cuda")(torch.randn(4, 64, device="cuda")).sum().backward()  # the libraries' own
+    base = torch.cuda.memory_allocated()
+    for step in range(1, 5):
+        model = torch.nn.Linear(8192, 8192, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(4, 8192, device="cuda")).sum().backward()
+        optimizer.step()
+        wanted = model.weight.detach().cpu()
+        handle = ckpt.save(step, {"model": model, "optimizer": optimizer})
+        ckpt.release()
+        del model, optimizer
+        gc.collect()
+        assert torch.cuda.memory_allocated() <= base + SCRATCH, f"something of step {step} is held"
+        handle.wait(PATIENCE_S)
+    ckpt.close()
+    again = torch.nn.Linear(8192, 8192, device="cuda")
+    state = {"model": again, "optimizer": torch.optim.AdamW(again.parameters())}
+    assert make("ckpt").restore(state).step == 4
+    assert torch.equal(again.weight.detach().cpu(), wanted)
+
+
 LOOP = """
     import hashlib, json, os, sys
     import torch, torch.distributed as dist
