@@ -11,9 +11,6 @@ it that all hear the same facts before the roster (`telling`, `told`), each deci
 Rule 2: facts are what the headers say when the roster is entered: nothing of the last generation writes any more.
 Rule 3: what is told may be lost with a line: facts are told again until the plan is there, and whoever has decided
 tells it again to whoever asks. A node that is gone is not awaited, and no other limit is needed.
-Rule 4: a copy that cannot be fetched, or does not match its checksum, is struck out by whoever found it, and the
-generation ends by that rank's error: the next plan does without it (M11).
-Rule 5: buffers of a rank that stands elsewhere now are kept while a plan names them, and no longer.
 
 In a job that never had another node nothing of this happens: the plan comes with the roster.
 """
@@ -22,27 +19,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from everstep.checkpoint.beginnings import Beginnings, Id
+from everstep.checkpoint.core.budget import room
 from everstep.checkpoint.core.copies import Copy, Decision, Place, Version, alive, heard, merged, version_of
 from everstep.checkpoint.core.placement import NOWHERE, Placement
-from everstep.checkpoint.core.plan import MEMORY, Branch, Plan
-from everstep.checkpoint.core.segment import Header
+from everstep.checkpoint.core.plan import Branch, Plan
 from everstep.checkpoint.core.telling import checked, conclude, facts
 from everstep.checkpoint.council import Council
-from everstep.checkpoint.lending import Lender
-from everstep.checkpoint.segments import Segment, SegmentSet
-from everstep.checkpoint.shelf import Ask, Shelf
 from everstep.checkpoint.tier_settings import PEER
-from everstep.events import Notice, TierEvent
-from everstep.recovery.api import Host, Message, NodeHost
+from everstep.events import Notice
+from everstep.recovery.api import Host, Message
 from everstep.recovery.core.words import Roster
 
-_Id = tuple[int, int]
 
-
-class NodeShelf(Shelf):
+class NodeShelf(Beginnings):
     """Companion `snapshot` of each node; `recovery.api.NodeCompanion`."""
 
-    lender: Lender | None = None
     counted: Version | None = None
     """The save of the peer tier that counts since the present plan was made."""
     keepers: Placement = NOWHERE
@@ -54,31 +46,11 @@ class NodeShelf(Shelf):
         self._for_copies = for_copies
         self.planned: list[Callable[[Plan], None]] = []
         """Called on the agent's thread when the plan of the present roster is known: at once, or a little later."""
-        self.sized: Callable[[int, int], None] = lambda rank, size: None
-        """Called with a rank that stands here and the size of its buffers, when it has asked for them."""
-        self._several = False  # there are, or were, other nodes
-        self._roster: Roster | None = None
         self._council = Council(self._conclude, self._tell_plan)
         self._heard: dict[str, Message] = {}
-        self._decided: tuple[_Id, Decision, list[Branch]] | None = None
-        self._bad: set[Place] = set()
-        self._told_ranks: dict[int, Message] = {}
-        self._failed: dict[int, str] = {}
-        self._lent = 0
-        self._origins: dict[tuple[int, int], Place] = {}  # of buffers that came from elsewhere
-        self._from_peers = False  # some rank of the present roster begins from a replica
+        self._decided: tuple[Id, Decision, list[Branch]] | None = None
 
     # several nodes
-
-    @property
-    def homes(self) -> Mapping[int, str]:
-        """Rank → the node where it stands in the present roster."""
-        return {m.rank: m.node for m in self._roster.members} if self._roster is not None else {}
-
-    @property
-    def here(self) -> Sequence[int]:
-        """The ranks that stand on this node."""
-        return [rank for rank, node in self.homes.items() if not self._several or node == self._node]
 
     @property
     def leader(self) -> str:
@@ -100,15 +72,6 @@ class NodeShelf(Shelf):
         here = set(self.here)
         steps = [s.step_hint() for each in self._sets.values() if each.rank in here for s in each.segments.values()]
         return max(steps, default=0)
-
-    @property
-    def _node_host(self) -> NodeHost:
-        host: NodeHost = self._host  # type: ignore[assignment]  # see `start`
-        return host
-
-    @property
-    def _node(self) -> str:
-        return self._node_host.node
 
     def start(self, host: Host) -> None:
         """See `Companion.start`; the host of an agent is a `NodeHost`."""
@@ -132,14 +95,13 @@ class NodeShelf(Shelf):
                     self._hear_plan(node, message)
                 case "snapshot.facts_wanted":
                     self._council.on_wanted(node, message)
+                case "snapshot.settled":
+                    self._hear_settled(node, (int(message["roster"][0]), int(message["roster"][1])))
                 case _:
                     return
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             text = f"node {node} said {message.get('kind')!r} in a form that is unknown here ({error!r})"
             self._host.emit(Notice(text=text, level="error"))
-
-    def _tell(self, node: str, message: Message) -> None:
-        self._node_host.tell(node, message)
 
     # a roster
 
@@ -148,6 +110,9 @@ class NodeShelf(Shelf):
         self._roster = roster
         self._told_ranks.clear()
         self._failed.clear()
+        self._settled_on = {
+            of: told for of, told in self._settled_on.items() if of >= (roster.epoch, roster.generation)
+        }
         if not self._several:
             told = super().on_roster(roster)
             self._announce()
@@ -184,7 +149,8 @@ class NodeShelf(Shelf):
         self._struck.clear()
         counted = self.lender.counted if self.lender is not None else None
         older = self.older() if self.older else ()
-        return facts((*mine, *replicas), self._branches, counted, self._bad, self._struck_older, older)
+        free = room(self._look(), self.bytes, self._cap)
+        return facts((*mine, *replicas), self._branches, counted, self._bad, self._struck_older, older, free)
 
     def told(self, node: str, message: Message) -> None:
         """A node, perhaps this one, tells what `telling` has returned there; all hear it before the next roster."""
@@ -250,128 +216,12 @@ class NodeShelf(Shelf):
         for call in self.planned:
             call(plan)
 
-    # what a rank begins from
-
-    def _have(self, copy: Copy, other: bool) -> None:
-        """Have one source here, then tell whose it is."""
-        roster = self._roster
-
-        def done(found: Segment | str) -> None:
-            if roster is not self._roster:  # the generation has ended meanwhile
-                if isinstance(found, Segment):
-                    found.close()
-                return
-            if isinstance(found, str):
-                self._lost(copy, found)
-            else:
-                self._source(copy, self._adopt(copy, found), other)
-            self._proceed()
-
-        if copy.node == self._node and not copy.replica:
-            self._source(copy, copy.snapshot.buffer, other)
-        elif self.lender is None:
-            done("nobody carries copies between the nodes of this job")
-        elif copy.node == self._node:
-            done(self.lender.take(copy.place) or "it is not here any more")
-        else:
-            self.lender.fetch(copy, done)
-
-    def _source(self, copy: Copy, buffer: int, other: bool) -> None:
-        plan, rank = self.plan, copy.snapshot.rank
-        assert plan is not None, "sources are a plan's"
-        if other:
-            self._begun_from[rank] = buffer
-            if len(self._begun_from) == plan.saved_by:
-                self._tell_those_here(
-                    {"step": plan.step, "tier": MEMORY, "saved_by": plan.saved_by, **self._furthest(self._from_peers)}
-                )
-            return
-        source = {"step": plan.step, "tier": MEMORY, "buffer": buffer, **self._furthest(copy.replica)}
-        self._tell_rank(rank, source)
-
-    def _furthest(self, replica: bool) -> Message:
-        """What a rank says of the tier that it begins from, where that is not its own memory."""
-        return {"from": PEER} if replica else {}
-
-    def _tell_those_here(self, source: Message | None = None) -> None:
-        """All ranks here begin alike: from a slower tier, a world of another size, or the beginning."""
-        plan = self.plan
-        assert plan is not None, "called when it is known"
-        if plan.committed is not None:
-            source = {"step": plan.step, "tier": plan.tier, **plan.committed.where}
-        for rank in self.here:
-            self._tell_rank(rank, source)
-
-    def _tell_rank(self, rank: int, source: Message | None) -> None:
-        plan, roster = self.plan, self._roster
-        assert plan is not None, "called when it is known"
-        assert roster is not None, "a plan is for a roster"
-        lineage = [roster.epoch, roster.generation, plan.parent]
-        told = {"lineage": lineage, "reason": plan.reason, "unfit": plan.unfit, "restore": source}
-        self._told_ranks[rank] = {**told, "held": sorted(self.held(rank))}
-
-    def _lost(self, copy: Copy, why: str) -> None:
-        """A copy cannot be had: it is struck out, and the rank that waits for it says so."""
-        rank, step = copy.snapshot.rank, copy.snapshot.step
-        self._bad.add(copy.place)
-        kind = "the copy" if copy.replica else "the snapshot"
-        text = f"{kind} of rank {rank}'s step {step} that node {copy.node} has cannot be had: {why}"
-        self._host.emit(TierEvent(tier=PEER, what="damaged", step=step, text=text))
-        self._host.emit(Notice(text=f"{text}. It is struck out; the next best is taken", level="error"))
-        for waiting in self.here if rank not in self.here else [rank]:
-            self._failed[waiting] = text
-
-    def _adopt(self, copy: Copy, segment: Segment) -> int:
-        """A copy that came from elsewhere is a buffer of its rank until that has filled buffers of its own.
-
-        Its set comes before all others (a worker writes into its newest set), so its number is below theirs.
-        """
-        rank = copy.snapshot.rank
-        self._lent += 1
-        number = self._next_buffer[rank]
-        self._next_buffer[rank] += 1
-        adopted = SegmentSet.of(-self._lent, rank, {number: segment})
-        self._sets = {adopted.number: adopted, **self._sets}
-        self._origins[rank, number] = copy.place
-        self.changed()
-        return number
-
-    def _strike(self, rank: int, message: Message) -> None:
-        """See `Shelf._strike`; a copy that came from elsewhere is struck out there as well."""
-        super()._strike(rank, message)
-        if not self._several or message.get("tier", MEMORY) != MEMORY:
-            return
-        header = self.header(rank, message["buffer"])
-        if isinstance(header, Header):
-            what = header.step, header.epoch, header.generation
-            self._bad.add(Place(self._node, False, rank, message["buffer"], *what))
-        origin = self._origins.get((rank, message["buffer"]))
-        if origin is not None:
-            self._bad.add(origin)
-
-    def _beside(self, rank: int) -> Message:
-        return {"told": self._told_ranks[rank]} if rank in self._told_ranks else {}
-
-    def _answer(self, ask: Ask) -> bool:
-        if self._several and ask.rank in self._failed:
-            self._host.send(ask.rank, {"kind": "snapshot.lost_copy", "ask": ask.number, "text": self._failed[ask.rank]})
-            return True
-        if self._several and ask.rank not in self._told_ranks:
-            return False  # the plan, or the copy that it names, is not here yet
-        answered = super()._answer(ask)
-        if answered:
-            self.sized(ask.rank, self._of(ask.rank)[-1].size)
-        return answered
-
     # memory
 
     @property
     def bytes(self) -> int:
         """What the snapshots of this node take, with those that it keeps for others."""
         return super().bytes + (self.lender.bytes if self.lender is not None else 0)
-
-    def _ranks_here(self) -> Sequence[int]:
-        return self.here if self._several else super()._ranks_here()
 
     def _refusal(self, rank: int, needed: int) -> str | None:
         """What ranks here need goes before what is kept for others."""
@@ -382,13 +232,6 @@ class NodeShelf(Shelf):
             self._buffers, self._for_copies = self._buffers - self._for_copies, 0
             refusal = super()._refusal(rank, needed)
         return refusal
-
-    def _let_go_of_those_elsewhere(self, needed: set[tuple[int, int]]) -> None:
-        here = set(self.here)
-        for each in self._sets.values():
-            lent = any((each.rank, buffer) in needed for buffer in each.segments)
-            each.retired = each.retired or (each.rank not in here and not lent)
-        self._forget_retired()
 
     def on_tick(self, now: float) -> None:
         """See `Companion.on_tick`: what may have been lost is told again."""

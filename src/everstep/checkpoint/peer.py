@@ -337,7 +337,7 @@ class Peer:
     def _lying_here(self, place: Place) -> int | None:
         if place.replica:
             segment = self.kept.find(place)
-            return None if segment is None else segment.fd
+            return self._shelf.adopted(place) if segment is None else segment.fd
         try:
             header = self._shelf.header(place.rank, place.number)
         except ProtocolError:

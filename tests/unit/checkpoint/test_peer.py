@@ -1,15 +1,17 @@
 """Copies on other nodes: a simulated job of several nodes, real shelves and peer tiers, in which anything may die."""
 
+import functools
 import gc
 import os
 import random
 
 import pytest
 
+from everstep.checkpoint.core import segment
 from everstep.checkpoint.core.budget import Memory
 from everstep.launcher.agent import ledger
 from everstep.testing.nodes import roster
-from everstep.testing.peer_parts import Broken
+from everstep.testing.peer_parts import Broken, payload
 from everstep.testing.peer_world import Job
 
 
@@ -176,8 +178,6 @@ def test_a_copy_that_was_sent_is_hashed_on_both_sides(job):
     j = job(7, nodes=2, per_node=1)
     j.begin()
     until_counted(j, 3)
-    from everstep.checkpoint.core import segment
-
     for node in j.alive:
         shelf, peer = node.companions["snapshot"], node.companions["peer"]
         for copy in peer.kept.copies(0.0):
@@ -338,6 +338,99 @@ def test_a_world_that_shrinks_to_one_node_takes_up_what_all_ranks_had_with_the_c
     assert [m["ranks"] for m in opened if m["kind"] == "snapshot.opened"] == [[0, 1]]
     shelf.on_message(0, {"kind": "snapshot.settled"}, ())
     assert {each.rank for each in shelf._sets.values()} == {0}
+
+
+class Smaller:
+    """A world of another size on the nodes that are left; its ranks are played by hand."""
+
+    def __init__(self, job, homes, all_hear=False):
+        self.job, self.homes, self.opened, self.told = job, homes, {}, {}
+        names = [node.name for node in job.alive]
+        for worker in list(job.workers.values()):
+            worker.close()
+        job.workers.clear()
+        for node in job.alive:
+            node.workers.clear()
+            for rank in [rank for rank, home in homes.items() if home == node.name]:
+                node.workers[rank] = functools.partial(self.hear, rank)
+        if all_hear:
+            for node in job.alive:
+                node.nodes(names)
+            job._tell_all()
+        for node in job.alive:
+            node.nodes(names)
+            node.stop(job.generation)
+            node.enter(roster(job.generation + 1, homes), lambda rank, message: None)
+        for rank in homes:
+            self.say(rank, {"kind": "snapshot.attach", "ask": 1, "bytes": job.size, "have": []})
+        job.settle()
+
+    def shelf(self, rank):
+        return self.job.nodes[self.homes[rank]].companions["snapshot"]
+
+    def say(self, rank, message):
+        self.shelf(rank).on_message(rank, message, ())
+
+    def hear(self, rank, message, fds):
+        if message["kind"] == "snapshot.buffers":
+            self.told[rank] = message.get("told")
+        if message["kind"] == "snapshot.opened":
+            held = [segment.parse(os.pread(fd, self.job.size, 0)) for fd in fds]
+            states = [os.pread(fd, 512, 4096) for fd in fds]
+            self.opened[rank] = [(h.rank, h.step, h.generation, state) for h, state in zip(held, states, strict=True)]
+        for fd in fds:
+            os.close(fd)
+
+    def open(self, rank):
+        self.say(rank, {"kind": "snapshot.open", "ask": 2})
+        self.job.settle()
+        return self.opened[rank]
+
+
+@pytest.mark.parametrize("all_hear", [True, False])
+def test_a_world_that_shrinks_onto_several_nodes_takes_up_what_all_ranks_had(job, all_hear):
+    j = job(18, nodes=3, per_node=1)
+    j.begin()
+    until_counted(j, 4)
+    step = j.counted()
+    j.kill_node("n1")
+    j.settle()
+    left = Smaller(j, {0: "n0", 1: "n2"}, all_hear=all_hear)
+    source = {"step": step, "tier": "memory", "saved_by": 3, "from": "peer"}
+    assert [left.told[rank]["restore"] for rank in (0, 1)] == [source, source]
+    whole = [(rank, step, 0, payload(rank, step, 0)) for rank in range(3)]
+    assert left.open(0) == whole
+    left.say(0, {"kind": "snapshot.settled"})
+    j.settle()
+    assert left.open(1) == whole, "one node is done, and what the other needs is still there"
+    assert left.open(0) == whole
+    left.say(1, {"kind": "snapshot.settled"})
+    j.settle()
+    for rank in (0, 1):
+        assert {each.rank for each in left.shelf(rank)._sets.values()} == {rank}
+
+
+def test_who_is_slow_to_fetch_finds_what_it_is_to_go_on_from_where_others_have_long_gone_on(job):
+    """A replica that its keeper goes on from itself is handed out as well, and so is what a rank there had."""
+    j = job(19, nodes=3, per_node=1)
+    j.begin()
+    until_counted(j, 4)
+    j.kill_node("n1")
+    j.settle()
+    fetch = j.nodes["n2"].companions["peer"].fetch
+    asked = []
+    j.nodes["n2"].companions["peer"].fetch = lambda copy, done: asked.append((copy, done))
+    left = Smaller(j, {0: "n0", 1: "n2"})
+    assert {copy.node for copy, _ in asked} == {"n0"}
+    assert len(left.open(0)) == 3
+    left.say(0, {"kind": "snapshot.settled"})
+    j.settle()
+    for copy, done in asked:
+        fetch(copy, done)
+    for _ in range(300):
+        j.turn(steps=False)
+    assert [rank for rank, *_ in left.open(1)] == [0, 1, 2]
+    assert not [e for node in j.alive for e in node.events if getattr(e, "what", "") == "damaged"]
 
 
 class Storm:

@@ -64,6 +64,16 @@ def bytes_of(text: str) -> int:
     return int(float(match[1]) * _BYTES[match[2].lower()])
 
 
+def room(memory: Memory, held: int, cap: int | None) -> int:
+    """Return how many bytes of snapshots may come to those that are held; never less than none."""
+    limits = [memory.available - memory.available // _RESERVE]
+    if memory.group_free is not None:
+        limits.append(memory.group_free - memory.group_free // _RESERVE)
+    if cap is not None:
+        limits.append(cap - held)
+    return max(0, min(limits))
+
+
 def shortage(need: Need, memory: Memory, cap: int | None) -> str | None:
     """Return why `need` does not fit and what to change, or None where it does."""
     limits = [(memory.available - memory.available // _RESERVE, "this machine has available", _GROW_NODE)]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from everstep.checkpoint.core.plan import MEMORY, Branch, Committed, Plan, Sealed, choose, living
 from everstep.ranks import brief
 
+NO_LIMIT: Mapping[str, int] = {}
 _BEGINNING = Plan(None, None, "")
 
 Version = tuple[int, int, int]
@@ -135,21 +136,35 @@ def decide(
     branches: Sequence[Branch],
     older: Iterable[Committed] = (),
     struck: Set[Place] = frozenset(),
+    room: Mapping[str, int] = NO_LIMIT,
 ) -> Decision:
     """Decide from where the ranks, which stand on the nodes `homes`, begin. Copies in the order of their making.
 
-    State of a world of another size is taken where one node holds all ranks: what is not there already is fetched.
+    State of a world of another size is had whole on every node: what is not there already is fetched, where each has
+    `room` for it, in bytes.
     """
     near = sorted((c for c in copies if c.place not in struck), key=lambda c: -_distance(c, homes))
     numbered = [replace(copy.snapshot, buffer=n) for n, copy in enumerate(near)]
     older = list(older)
     plan = choose(len(homes), numbered, branches, older)
-    if plan.tier == MEMORY and plan.saved_by != len(homes) and len(set(homes.values())) > 1:
-        plan = choose(len(homes), numbered, branches, older, unable=frozenset({MEMORY}))
     sources = {rank: near[n] for rank, n in sorted(plan.sources.items())}
+    crowded = _crowded(sources, homes, room) if plan.saved_by != len(homes) else ""
+    if crowded:
+        step = plan.step
+        plan = choose(len(homes), numbered, branches, older, unable=frozenset({MEMORY}))
+        sources = {rank: near[n] for rank, n in sorted(plan.sources.items())}
+        plan = replace(plan, reason=f"{plan.reason}; node {crowded} has no room for all of step {step}")
     told = _told(sources, homes)
     plan = replace(plan, reason=f"{plan.reason}; {told}" if told else plan.reason, void=())
     return Decision(plan, sources, len(homes), any(copy.replica for copy in sources.values()))
+
+
+def _crowded(sources: Mapping[int, Copy], homes: Mapping[int, str], room: Mapping[str, int]) -> str:
+    """Return a node that has no room for the copies that it does not have; nothing where all have."""
+    for node in sorted(set(homes.values()) & room.keys()):
+        if sum(copy.bytes for copy in sources.values() if copy.node != node) > room[node]:
+            return node
+    return ""
 
 
 def alive(snapshot: Sealed, branches: Sequence[Branch], plan: Plan = _BEGINNING) -> bool:

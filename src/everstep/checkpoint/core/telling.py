@@ -16,7 +16,7 @@ from everstep.checkpoint.core.placement import Placement
 from everstep.checkpoint.core.plan import Branch, Committed
 
 Facts = Mapping[str, Any]
-"""What one node has told: `copies`, `branches`, `counted`, `struck`, `struck_older`, `older`."""
+"""What one node has told: `copies`, `branches`, `counted`, `struck`, `struck_older`, `older`, `room`."""
 
 
 def facts(
@@ -26,8 +26,12 @@ def facts(
     struck: Iterable[Place],
     struck_older: Iterable[tuple[str, int]],
     older: Iterable[Committed],
+    room: int,
 ) -> Facts:
-    """Write down what one node knows: whole copies that lie here, oldest first, and what was found damaged."""
+    """Write down what one node knows: whole copies that lie here, oldest first, and what was found damaged.
+
+    `room`: bytes of snapshots that may be brought here.
+    """
     return {
         "copies": [copy.to_row() for copy in copies],
         "branches": [[b.epoch, b.generation, b.parent] for b in branches],
@@ -35,6 +39,7 @@ def facts(
         "struck": [list(place) for place in sorted(struck)],
         "struck_older": [list(one) for one in sorted(struck_older)],
         "older": [[one.step, one.tier, dict(one.where), one.world_size] for one in older],
+        "room": room,
     }
 
 
@@ -47,6 +52,7 @@ def checked(node: str, told: Facts) -> Facts:
     merged([told["branches"]])
     version_of(told["counted"])
     _older(told)
+    int(told["room"])
     _ = [(str(tier), int(step)) for tier, step in told["struck_older"]]
     return told
 
@@ -69,7 +75,8 @@ def conclude(told: Mapping[str, Facts], homes: Mapping[int, str], leader: str, e
     branches = merged(one["branches"] for one in told.values())
     struck = frozenset(Place(*place) for one in told.values() for place in one["struck"])
     copies = [Copy.from_row(node, row) for node, one in sorted(told.items()) for row in one["copies"]]
-    decision = decide(homes, copies, branches, _of_slower_tiers(told, leader), struck)
+    room = {node: int(one["room"]) for node, one in told.items()}
+    decision = decide(homes, copies, branches, _of_slower_tiers(told, leader), struck, room)
     begun = [*branches, Branch(epoch, number, decision.plan.parent)]
     counted = agreed([version_of(one["counted"]) for one in told.values()], begun)
     return Conclusion(decision, branches, counted, keepers(copies))

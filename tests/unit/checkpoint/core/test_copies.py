@@ -94,13 +94,18 @@ def test_newest_first_over_all_tiers_and_memory_first_of_equal_steps():
     assert decide(HOMES, [], LINE).plan.step is None
 
 
-def test_state_of_a_larger_world_is_taken_where_one_node_is_left_and_refused_by_name_where_several_are():
+def test_state_of_a_larger_world_is_taken_where_every_node_has_room_for_all_of_it_and_else_refused_by_name():
     copies = [*own(5, [0, 1]), copy("a", 2, 5, replica=True), copy("a", 3, 5, replica=True)]
     found = decide({0: "a", 1: "a"}, copies, LINE)
     assert (found.plan.step, found.plan.saved_by, sorted(found.sources)) == (5, 4, [0, 1, 2, 3])
-    spread = decide({0: "a", 1: "c"}, copies, LINE)
-    assert spread.plan.step is None
-    assert "step 5 in memory is of 4 ranks" in spread.plan.unfit
+    spread = decide({0: "a", 1: "c"}, copies, LINE, room={"a": 0, "c": 400})
+    assert (spread.plan.step, spread.plan.saved_by, sorted(spread.sources)) == (5, 4, [0, 1, 2, 3])
+    short = decide({0: "a", 1: "c"}, copies, LINE, room={"a": 0, "c": 399})
+    assert short.plan.step is None
+    assert "step 5 in memory is of 4 ranks" in short.plan.unfit
+    assert "node c has no room for all of step 5" in short.plan.reason
+    same = decide(HOMES, [copy("c", rank, 5) for rank in HOMES], LINE, room={"a": 0, "b": 0})
+    assert same.plan.step == 5, "its own part alone a rank must have"
 
 
 def test_cl_20_the_newest_step_in_the_intersection_of_what_is_whole():

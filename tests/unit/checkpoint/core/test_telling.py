@@ -11,8 +11,8 @@ from everstep.checkpoint.core.telling import checked, conclude, facts
 HOMES = {0: "a", 1: "b"}
 
 
-def told(*copies, older=(), struck=(), struck_older=(), branches=(), counted=None):
-    return json.loads(json.dumps(facts(copies, branches, counted, struck, struck_older, older)))
+def told(*copies, older=(), struck=(), struck_older=(), branches=(), counted=None, room=1 << 40):
+    return json.loads(json.dumps(facts(copies, branches, counted, struck, struck_older, older, room)))
 
 
 def disk(step, path="/ckpt"):
@@ -57,11 +57,11 @@ def test_all_generations_count_of_which_any_node_knows_and_the_newest_save_on_th
     assert found.keepers == {0: ("b",)}
 
 
-@pytest.mark.parametrize("key", ["copies", "struck", "struck_older", "older", "branches", "counted"])
+@pytest.mark.parametrize("key", ["copies", "struck", "struck_older", "older", "branches", "counted", "room"])
 def test_what_cannot_be_read_is_an_error_where_it_comes(key):
     good = told(copy("a", 0, 7), older=[disk(5)], branches=[Branch(0, 0, -1)])
     assert checked("a", good) is good
-    for nonsense in (7, [7], [[None]], [["x", "y"]]):
+    for nonsense in ("x", [7], [[None]], [["x", "y"]]):
         with pytest.raises((LookupError, TypeError, ValueError)):
             checked("a", {**good, key: nonsense})
     with pytest.raises(LookupError):
