@@ -65,7 +65,7 @@ def _ls(args: argparse.Namespace) -> int:
     for one, row in zip(found, rows, strict=True):
         size, world = _size(int(str(row["bytes"]))), row["world_size"] or "?"
         whole = "yes" if one.complete else "?" if one.unread else "NO"
-        age = _age(float(str(row["age_s"])))
+        age = "?" if row["age_s"] is None else _age(float(str(row["age_s"])))
         _print(f"{row['step']:>10}  {whole:8}  {row['tier']:5}  {size:>10}  {world:>5}  {age:>9}  {row['path']}")
     return ExitCode.DONE
 

@@ -5,6 +5,7 @@ stands twice (a file copied over, two collectors) counts once.
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,13 @@ def read_run(folder: Path) -> Log:
     """Read all records of a run folder. Raises UsageError for what is no run folder, LedgerError for an empty one."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; expected a run folder as `everstep run` prints it first")
-    files = sorted((folder / "events").glob("*.jsonl"))
+    try:
+        names = os.listdir(folder / "events") if (folder / "events").is_dir() else []
+    except OSError as error:
+        raise UsageError(
+            f"{folder}/events cannot be listed: {error.strerror}; read it as the user who ran it"
+        ) from None
+    files = sorted(folder / "events" / name for name in names if name.endswith(".jsonl"))
     if not files:
         raise UsageError(
             f"{folder} is no run folder: it holds no events/*.jsonl. Expected one made by `everstep run`; "

@@ -144,6 +144,7 @@ def test_a_time_of_day_that_jumps_an_hour_forth_and_back_and_a_restart_in_the_pa
     check_ledger(ended.run_dir, SYSTEM.now() - began, sessions=2)
 
 
+@pytest.mark.long
 def test_a_node_whose_clock_is_an_hour_ahead_saves_loses_and_goes_on_as_any_other(start, clock, tmp_path):
     """Two nodes; the one ahead loses its rank twice. The ledger of each adds up."""
     began = SYSTEM.now()

@@ -1,5 +1,8 @@
 """Reading a run folder: torn, doubled, foreign and empty files."""
 
+import errno
+import os
+
 import pytest
 
 from everstep.errors import LedgerError, UsageError
@@ -69,3 +72,14 @@ def test_the_newest_run_is_found_and_none_is_told(tmp_path):
     (tmp_path / "20260103-c" / "events").mkdir(parents=True)
     (tmp_path / "20260103-c" / "events" / "agent-1.jsonl").touch()
     assert newest_run(tmp_path).name == "20260102-b", "one that never began"
+
+
+def test_events_that_this_user_may_not_list_are_told_as_such(tmp_path, monkeypatch):
+    SimulatedRun(ranks=1, steps=2).write(tmp_path / "run")
+
+    def failing(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "listdir", failing)
+    with pytest.raises(UsageError, match="cannot be listed: Permission denied; read it as the user who ran it"):
+        read_run(tmp_path / "run")

@@ -62,7 +62,7 @@ class Found:
             "step": self.step, "path": self.path, "complete": self.complete, "tier": self.tier,
             "bytes": self.manifest.total_bytes if self.manifest else self.bytes,
             "world_size": self.manifest.world_size if self.manifest else None,
-            "age_s": round(max(0.0, now_s - self.changed_s), 3),
+            "age_s": round(max(0.0, now_s - self.changed_s), 3) if self.changed_s else None,
         }  # fmt: skip
 
 
