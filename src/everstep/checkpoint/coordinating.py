@@ -115,8 +115,8 @@ class Coordinating(NodeWords):
         self._standings = None
         tokens = {one.save: one.world_size for one in standings.values() if one.save}
         ended = dict(one.ended for one in standings.values())
-        for token, world_size in sorted(tokens.items()):
-            if token in ended:
+        for token, world_size in sorted(tokens.items(), key=lambda one: (one[0] not in ended, one)):
+            if token in ended:  # told before another save is begun, whose name would be known there instead
                 self._tell_all("ended", save=token, phase=ended[token], condemned=self._condemned, **self._stock())
                 if token == self._token:
                     self._forget(token, ended[token])

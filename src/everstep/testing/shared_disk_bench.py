@@ -13,7 +13,7 @@ from typing import Any
 
 from everstep.checkpoint.core.plan import Plan
 from everstep.checkpoint.fileops import FileOps
-from everstep.checkpoint.holder import OwnHold
+from everstep.checkpoint.holder import Hold, OwnHold
 from everstep.checkpoint.intent_client import IntentClient
 from everstep.checkpoint.shared_disk import SharedDisk
 from everstep.clock import SYSTEM, Clock
@@ -36,9 +36,7 @@ class Node:
         self.writers: list[BenchWriter] = []
         self.clients: dict[int, IntentClient] = {}
         self.shelf = BenchShelf(hub.world_size)
-        self.disk = SharedDisk(
-            directory, interval, self.shelf, keep, hold=OwnHold(directory, several=True), visible_s=hub.visible_s
-        )
+        self.disk = SharedDisk(directory, interval, self.shelf, keep, hold=hub.hold(directory), visible_s=hub.visible_s)
         self.disk.start(self)
         self.generation = -1
         self.older: dict[str, list[list[Any]]] = {}  # what each node has told, as the memory tier hears it
@@ -140,8 +138,9 @@ class Hub:
         visible_s: float = 0.0,
         clock: Clock = SYSTEM,
         files: Callable[[str], FileOps] = lambda node: UnsyncedFiles(),
+        hold: Callable[[str], Hold] = lambda directory: OwnHold(directory, several=True),
     ) -> None:
-        self.rng, self.clock, self.files, self.visible_s = rng, clock, files, visible_s
+        self.rng, self.clock, self.files, self.visible_s, self.hold = rng, clock, files, visible_s, hold
         self.world_size = nodes * ranks_each
         self.queues: dict[tuple[str, str], deque[str]] = {}
         self.delivered = 0

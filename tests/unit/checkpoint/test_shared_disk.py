@@ -9,14 +9,18 @@ from everstep.checkpoint import catalog
 from everstep.checkpoint.core import names
 from everstep.checkpoint.core.manifest import FileFact, Fragment
 from everstep.checkpoint.core.retention import Keep
+from everstep.checkpoint.holder import OwnHold
 from everstep.checkpoint.load import open_checkpoint
 from everstep.checkpoint.scribe import Scribe
+from everstep.checkpoint.storage.object_claim import LEASE_S, RENEW_S, ObjectClaim
+from everstep.checkpoint.storage.owner import OWNER, read_owner
 from everstep.clock import SystemClock
-from everstep.errors import CheckpointError
+from everstep.errors import CheckpointError, ConfigurationError
 from everstep.recovery.core.words import Incarnation, Member, Roster
 from everstep.recovery.link import Link
 from everstep.testing.disk_bench import no_metadata
 from everstep.testing.disks import UnsyncedFiles
+from everstep.testing.memory_bucket import MemoryBucket
 from everstep.testing.shared_disk_bench import Hub
 from everstep.testing.states import rank_state
 
@@ -265,3 +269,120 @@ def test_what_is_seen_late_is_waited_for_and_what_never_comes_fails_the_save_by_
     finally:
         ours.close()
         theirs.close()
+
+
+# The claim of an object store.
+
+
+class Store(SystemClock):
+    """A bucket, and time that passes when somebody waits for it: who lives renews, and what is due happens."""
+
+    def __init__(self):
+        self.bucket, self.passed = MemoryBucket(), 0.0
+        self.living, self.renewed, self.due = [], {}, []
+
+    def now(self):
+        return self.passed
+
+    def sleep(self, seconds):
+        self.passed += seconds
+        for at, act in [one for one in self.due if one[0] <= self.passed]:
+            self.due.remove((at, act))
+            act()
+        for claim in self.living:
+            if self.passed - self.renewed.get(claim, 0.0) >= RENEW_S:
+                self.renewed[claim] = self.passed
+                claim.renew()
+
+    def wait(self, event, timeout_s):
+        return event.wait()  # who renews is moved by `sleep`
+
+    def rival(self):
+        """Another job comes: return its claim, or None where it is refused."""
+        claim = ObjectClaim(self.bucket, "bbbbbbbb", clock=self)
+        try:
+            claim.take("another job")
+        except ConfigurationError:
+            return None
+        return claim
+
+
+class StoreHold(OwnHold):
+    """Holds an object store beside the directory in which the bench's writers write."""
+
+    def __init__(self, directory, store):
+        super().__init__(directory, several=True)
+        self.store, self.claim = store, ObjectClaim(store.bucket, self.job, clock=store, several=True)
+
+    def open(self, run, series=None):
+        found = super().open(run, series)
+        self.claim.take(run)
+        self.store.living.append(self.claim)
+        return found
+
+    def go_on(self, job, run):
+        super().go_on(job, run)
+        self.claim.go_on(job, run)
+        self.store.living.append(self.claim)
+
+    def close(self):
+        super().close()
+        self.claim.over = self.over
+        if self.claim in self.store.living:
+            self.store.living.remove(self.claim)
+        self.claim.close()
+
+
+NOTICED_S = 10.0
+"""So long a node may be silent before it is given up (docs/launcher.md)."""
+
+
+def _claimed(path, seed):
+    """Nodes go one after the other, each noticed late; another job comes, and is refused till the end."""
+    rng, store = random.Random(seed), Store()
+    path.mkdir()
+    hub = Hub(str(path / "ckpt"), 4, rng, hold=lambda directory: StoreHold(directory, store), clock=store)
+    w = World.__new__(World)
+    w.path, w.rng, w.hub, w.step, w.generation, w.newest = path / "ckpt", rng, hub, 0, 0, 0
+    try:
+        while len(hub.nodes) > 1:
+            w.until_commits(len(hub.tiers("committed")) + 1)
+            victim = rng.choice([next(iter(hub.nodes)), rng.choice(list(hub.nodes))])
+            owner = read_owner(store.bucket)["job"]
+            gone = hub.nodes[victim].disk._hold
+            if gone.claim in store.living:
+                store.living.remove(gone.claim)  # it renews no more, and nobody knows
+            store.due.append((store.passed + NOTICED_S, lambda v=victim: (hub.kill(v, in_flight=True), hub.settle())))
+            store.sleep(rng.random() * NOTICED_S)
+            assert store.rival() is None, f"seed {seed}: two jobs in one store, after {victim} had gone"
+            while store.due:
+                store.sleep(1.0)
+            assert read_owner(store.bucket)["job"] == owner, "it is the same job's"
+            assert len(store.living) == 1, "and one node renews it"
+        w.drain()
+        assert store.rival() is None
+    finally:
+        hub.close()
+    assert OWNER not in store.bucket.objects, "the job has ended, and gives it up"
+    after = store.rival()
+    assert after is not None
+    after.close()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 192])
+def test_an_object_store_stays_its_job_s_whatever_nodes_go(tmp_path, seed):
+    """The node that renews the claim goes, and is missed ten seconds later: its successor goes on with it.
+
+    Seed 192: a node had not heard of the end of a save, and of the next one's beginning before it: no save after that.
+    """
+    _claimed(tmp_path / "job", seed)
+
+
+@pytest.mark.long
+def test_a_hundred_jobs_keep_their_store(tmp_path):
+    for seed in range(100, 200):
+        _claimed(tmp_path / str(seed), seed)
+
+
+def test_a_lease_outlasts_what_it_takes_to_notice_a_loss():
+    assert LEASE_S > RENEW_S + NOTICED_S + RENEW_S, "a successor renews at once, on a node that may be busy"

@@ -138,6 +138,8 @@ class FsspecBucket:
             found: dict[str, dict[str, Any]] = self._call(prefix, lambda: self._find(prefix))
         except FileNotFoundError:
             return []
+        if not found and not self._is_s3:
+            self._call(prefix, self._look_for_the_bucket)
         root = self._root.strip("/") + "/"
         listed = [
             Item(path.lstrip("/").removeprefix(root), int(info["size"] or 0), _changed(info))
@@ -157,6 +159,16 @@ class FsspecBucket:
             if not isinstance(error, FileNotFoundError):
                 raise error
         return found
+
+    def _look_for_the_bucket(self) -> None:
+        """Raise OSError where there is none: to some clients that is an empty listing."""
+        bucket = self._root.strip("/").partition("/")[0]
+        try:
+            self._files.info(bucket)
+        except FileNotFoundError as error:
+            raise OSError(errno.ENODEV, f"the bucket {bucket} does not exist") from error
+        except OSError:
+            return  # to look at a bucket may be a right of its own
 
     @property
     def _is_s3(self) -> bool:

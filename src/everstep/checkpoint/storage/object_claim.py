@@ -125,9 +125,12 @@ class ObjectClaim:
 
     def _own(self) -> None:
         """Create the owner's object, or take it over from a job that has not renewed it for a lease."""
-        if self._bucket.create(OWNER, self._content()):
+        first = read_owner(self._bucket)  # a store that ignores the condition would have it written over
+        if not first and self._bucket.create(OWNER, self._content()):
             return
-        first = read_owner(self._bucket)
+        first = first or read_owner(self._bucket)
+        if first.get("job") == self._job:
+            return  # made before, and not answered
         deadline = self._clock.now() + LEASE_S
         while self._clock.now() < deadline and not self._dead(first):
             self._clock.sleep(LOOK_S)
@@ -137,7 +140,7 @@ class ObjectClaim:
         else:
             if read_owner(self._bucket) == first:
                 self._bucket.delete(OWNER)
-        if self._bucket.create(OWNER, self._content()):
+        if not read_owner(self._bucket) and self._bucket.create(OWNER, self._content()):
             return
         owner = read_owner(self._bucket)
         if owner.get("job") != self._job:

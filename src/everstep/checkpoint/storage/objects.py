@@ -179,13 +179,14 @@ class ObjectStorage:
         metadata = describe(manifest)
         manifest = manifest.with_file(names.METADATA, FileFact(len(metadata), checksum(metadata)))
         content = manifest.to_bytes()
-        if self._present(manifest.step) == content:
+        present = self._present(manifest.step)
+        if present == content:
             return manifest  # the merger before us came so far
         self._check_owner(folder)
         self._bucket.put(f"{data_folder(folder)}/{names.METADATA}", metadata)
         self._check_whole(folder, manifest)
         key = f"{names.committed(manifest.step)}/{names.MANIFEST}"
-        if not self._bucket.create(key, content):
+        if present is not None or not self._bucket.create(key, content):  # a store may ignore the condition
             self._replace(key, content, manifest)
         return manifest
 

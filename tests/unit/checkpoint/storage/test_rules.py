@@ -94,9 +94,13 @@ class Memory:
         claim._renewer = None
 
 
-@pytest.fixture(params=["directory", "objects"])
+@pytest.fixture(params=["directory", "objects", "objects without conditions"])
 def rig(request, tmp_path):
-    return Directory(tmp_path) if request.param == "directory" else Memory()
+    if request.param == "directory":
+        return Directory(tmp_path)
+    made = Memory()
+    made.bucket.exclusive = request.param == "objects"
+    return made
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
