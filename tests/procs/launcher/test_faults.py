@@ -97,7 +97,8 @@ def test_faults_that_leave_the_process_alive_keep_every_process(start):
 
 def test_waits_of_every_kind_are_ended(start):
     plan = [("lock", 1, 5), ("socket", 0, 10), ("queue", 1, 15)]
-    ended = start(job_text(plan), "--nproc-per-node", "2", "--soft-timeout", "1").ended(90)
+    # an operator's limit is meant as it stands: a busy machine keeps a healthy rank waiting for more than a second
+    ended = start(job_text(plan), "--nproc-per-node", "2", "--soft-timeout", "3").ended()
     check(ended, 2, 20, len(plan))
     assert len({n["pid"] for n in ended.of("step")}) == 2
 
