@@ -6,6 +6,7 @@ nobody reads any more.
 """
 
 import contextlib
+import errno
 import os
 import sys
 import threading
@@ -18,7 +19,13 @@ from everstep.clock import SYSTEM, Clock
 from everstep.errors import LedgerError
 from everstep.events import Event, Record, Stamp
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+
+def more_room(error: OSError) -> str:
+    """Return what mends a full disk or a used-up quota, as a sentence to go on from; nothing for another error."""
+    return "Free some space there. " if error.errno in FULL else ""
 
 
 def boot_id() -> str:
@@ -123,7 +130,8 @@ class Telemetry:
         lost = self._failing.get(id(sink), 0)
         self._failing[id(sink)] = lost + count
         if lost == 0:
-            say(f"{type(sink).__name__} cannot be written, events of this run are lost: {error}")
+            mend = f". {more_room(error)}" if isinstance(error, OSError) else ""
+            say(f"{type(sink).__name__} cannot be written, events of this run are lost: {error}{mend}".rstrip(". "))
 
     def _recovered(self, sink: Sink) -> None:
         lost = self._failing.pop(id(sink), 0)

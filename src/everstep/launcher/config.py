@@ -15,6 +15,7 @@ from everstep.errors import ConfigurationError, UsageError
 from everstep.launcher.nodes.core.endpoint import Endpoint, endpoint_of
 from everstep.launcher.nodes.core.register import WIRE, node_name
 from everstep.recovery.core.words import Policy
+from everstep.telemetry import more_room
 
 _MOST_FILES_READ = 200
 REPLACEMENT_S = 60.0
@@ -250,6 +251,6 @@ def writable(folder: Path) -> Path:
         probe.unlink()
     except OSError as error:
         raise ConfigurationError(
-            f"{folder} cannot be written: {error.strerror}. Name another folder with --run-dir."
+            f"{folder} cannot be written: {error.strerror}. {more_room(error)}Name another folder with --run-dir."
         ) from None
     return folder

@@ -10,8 +10,9 @@ import pytest
 
 from everstep.checkpoint.core import names
 from everstep.checkpoint.directory import Claim, share
-from everstep.clock import SystemClock
-from everstep.errors import ConfigurationError
+from everstep.checkpoint.sole import SoleUse
+from everstep.clock import SYSTEM, SystemClock
+from everstep.errors import ConfigurationError, UnreachableStorage
 from everstep.testing.disks import HostileFiles, UnsyncedFiles, Wound
 
 DEAD = "0123abcd"
@@ -253,3 +254,19 @@ def test_a_lock_of_another_node_is_waited_for_as_long_as_its_lease_may_last(clai
     assert clock.now() >= 90
     assert len(signs) > 1000, "whoever waits for us must hear that we are alive"
     mine.close()
+
+
+@pytest.mark.parametrize(("code", "kind", "words"), [
+    (errno.ENOSPC, ConfigurationError, "No space left on device. Free some space there"),
+    (errno.EACCES, ConfigurationError, "Permission denied. Give the Checkpointer a directory"),
+    (errno.EIO, UnreachableStorage, "is away: it cannot be made or written to: Input/output error"),
+])  # fmt: skip
+def test_a_checkpointer_s_directory_that_cannot_be_had_is_told_with_its_mend(tmp_path, monkeypatch, code, kind, words):
+    def refused(path, **more):
+        raise OSError(code, os.strerror(code), path)
+
+    monkeypatch.setattr(os, "makedirs", refused)
+    with pytest.raises(kind, match=words):
+        SoleUse(str(tmp_path / "ckpt"), "a test", SYSTEM).take(1.0, lambda text: None)
+    with pytest.raises(kind, match=words.partition(". Give")[0].partition(" made or")[0]):
+        Claim(str(tmp_path / "ckpt"), UnsyncedFiles()).take("run")

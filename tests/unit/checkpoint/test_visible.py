@@ -51,3 +51,31 @@ def test_another_error_is_for_the_reader_to_tell():
 
     assert visible.wait("/nfs/step-10", look=look)
     assert visible.wait("s3://bucket/step-10", look=look)
+
+
+class There:
+    """A `Reading` of a checkpoint that is not seen at first."""
+
+    def __init__(self, clock):
+        self.clock, self.closed = clock, 0
+
+    def size(self, name):
+        assert name == "manifest.json"
+        return None if self.clock.passed < 40 else 17
+
+    def close(self):
+        self.closed += 1
+
+
+def test_another_process_can_look_since_a_look_may_never_return():
+    clock = Sleeping()
+    there, asked = There(clock), []
+
+    def through(path):
+        asked.append(path)
+        return there
+
+    assert visible.wait("/nfs/step-10", clock=clock, look=visible.seen_through(through))
+    assert clock.passed >= 40
+    assert set(asked) == {"/nfs/step-10"}
+    assert there.closed == len(asked)

@@ -1,5 +1,9 @@
 """What the command line may say, and the words with which the rest is refused."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
 from everstep.errors import ConfigurationError, UsageError
@@ -169,3 +173,14 @@ def test_the_script_s_own_imports_are_preloaded_but_not_its_neighbours(tmp_path)
     config = LaunchConfig(script=script(tmp_path, text))
     assert top_level_imports(config) == ["transformers", "torchdata.x:A", "torchdata.x:B"]
     assert top_level_imports(LaunchConfig(script=script(tmp_path, "def broken(:\n"))) == []
+
+
+@pytest.mark.parametrize(("code", "mend"), [(errno.ENOSPC, "Free some space there. Name"), (errno.EDQUOT, "Free some"),
+                                            (errno.EROFS, "system. Name another")])  # fmt: skip
+def test_a_run_folder_that_cannot_be_is_told_with_what_mends_it(tmp_path, monkeypatch, code, mend):
+    def refused(self, **more):
+        raise OSError(code, os.strerror(code), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(ConfigurationError, match=rf"run cannot be written: .*{mend}.*--run-dir"):
+        writable(tmp_path / "run")

@@ -16,6 +16,7 @@ from everstep.launcher.nodes.core.places import places
 from everstep.process import mark
 from everstep.process.page import Page
 from everstep.recovery.core import words
+from everstep.telemetry import more_room
 
 OnWord = Callable[[Worker, str, Mapping[str, Any], Sequence[int]], None]
 """(worker, kind, message, descriptors): a worker said something."""
@@ -152,7 +153,8 @@ class Crew:
         except OSError as error:
             if not self._logs_failed:
                 self._logs_failed = True
-                text = f"no log files under {self._log_root}: {error.strerror}; workers write to the console instead"
+                text = f"no log files under {self._log_root}: {error.strerror}; workers write to the console instead. "
+                text = (text + more_room(error)).rstrip(". ")
                 self._nursery.notice(text)
             return workers.Logs(self._log_root / "none")
 
