@@ -185,9 +185,9 @@ class Deputy:
         buffer = int(message.get("buffer", -1))
         match kind:
             case "say" if rank in self._ranks.lines:
-                self._ranks.lines[rank].send(self._as_known_here(rank, message["message"]))
+                self._ranks.lines[rank].send(self._as_known_here(message["message"]))
             case "plan" if rank in self._ranks.lines:
-                said = self._as_known_here(rank, message["message"])
+                said = self._as_known_here(message["message"])
                 visible_s = min(VISIBLE_S, PATIENT * self._grace_s)
                 self._hands.reader(self._ranks.lines[rank], said, visible_s)
             case "void":
@@ -199,16 +199,12 @@ class Deputy:
             case _:
                 raise ValueError("no word of ours")
 
-    def _as_known_here(self, rank: int, said: Message) -> Message:
-        """What a rank is told of its buffers and of its keeper is so of those here."""
-        if said["kind"] == "ckpt.welcome":
-            self._welcomed = True
-            said = {**said, "pid": os.getpid()}
-        told = said.get("told")
-        if told is None:
+    def _as_known_here(self, said: Message) -> Message:
+        """What a rank is told of its keeper is so of that here."""
+        if said["kind"] != "ckpt.welcome":
             return said
-        snapshot = {**told["snapshot"], "held": sorted(self._shelf.held(rank))}
-        return {**said, "told": {**told, "snapshot": snapshot}}
+        self._welcomed = True
+        return {**said, "pid": os.getpid()}
 
     # -- helpers -------------------------------------------------------------------------------------------------
 

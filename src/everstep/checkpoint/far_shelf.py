@@ -58,7 +58,7 @@ class LeadingShelf(Shelf):
         return [*super().sealed(), *(one for rows in self._far_sealed.values() for one in rows)]
 
     def on_roster(self, roster: Roster) -> Mapping[int, Message]:
-        """See `Shelf.on_roster`; what is held elsewhere is added there to what a rank is told."""
+        """See `Shelf.on_roster`; what is held elsewhere is told to a rank there, with its buffers."""
         if self._far is not None:
             self._far.enter()
         return super().on_roster(roster)

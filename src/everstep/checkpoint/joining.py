@@ -25,6 +25,7 @@ from everstep.checkpoint import host_addresses
 from everstep.checkpoint.core.hosts import Hosts, arrange
 from everstep.checkpoint.given import in_our_words
 from everstep.checkpoint.tier_settings import LOCAL
+from everstep.clock import SYSTEM
 from everstep.errors import (
     CheckpointError,
     ConfigurationError,
@@ -42,6 +43,8 @@ MEET_S = 300.0
 ANSWER_S = 1000
 """Longer than a keeper waits for ranks (300 s), or for the keeper before it (600 s): it tells what it waits for."""
 TOKEN_BYTES = 32
+LOOK_S = (0.005, 0.5)
+"""How often a rank looks whether it was heard: at first, and in the end."""
 _KEEPER = "everstep.checkpoint.keeper"
 _DEPUTY = "everstep.checkpoint.deputy"
 Message = Mapping[str, Any]
@@ -178,6 +181,7 @@ def _door(count: int) -> tuple[socket.socket, str]:
 
 def _lead(settings: Mapping[str, Any], world_size: int, pid: int) -> Link:
     store, prefix = _meeting()
+    prefix = _call(store, prefix)
     door, name = _door(world_size)
     far: socket.socket | None = None
     try:
@@ -185,7 +189,7 @@ def _lead(settings: Mapping[str, Any], world_size: int, pid: int) -> Link:
         hosts = arrange({0: _host(), **{int(one["rank"]): str(one["host"]) for one in others}})
         refusal = _refusal(others, settings, hosts)
         if refusal:
-            store.set(f"{prefix}/keeper", json.dumps({"refused": refusal}))
+            _answer(store, prefix, others, {"refused": refusal})
             raise ConfigurationError(refusal)
         words = _words(settings, world_size, pid) | {"hosts": hosts.to_json()}
         told: dict[str, Any] = {"name": name, "hosts": hosts.to_json()}
@@ -195,7 +199,7 @@ def _lead(settings: Mapping[str, Any], world_size: int, pid: int) -> Link:
             words["token"] = token
             told |= {"token": token, "addresses": host_addresses.ours(), "port": far.getsockname()[1]}
         link = _start(_KEEPER, words, (door,) if far is None else (door, far))
-        store.set(f"{prefix}/keeper", json.dumps(told))
+        _answer(store, prefix, others, told)
         return link
     finally:
         door.close()
@@ -205,8 +209,7 @@ def _lead(settings: Mapping[str, Any], world_size: int, pid: int) -> Link:
 
 def _follow(settings: Mapping[str, Any], rank: int, world_size: int, pid: int) -> Link:
     store, prefix = _meeting()
-    store.set(f"{prefix}/at/{rank}", json.dumps({"rank": rank, "host": _host(), "settings": dict(settings)}))
-    told = json.loads(_wait(store, [f"{prefix}/keeper"])[0])
+    prefix, told = _come(store, prefix, {"rank": rank, "host": _host(), "settings": dict(settings)})
     if "refused" in told:
         raise ConfigurationError(told["refused"])
     hosts = Hosts.from_json(told["hosts"])
@@ -219,6 +222,38 @@ def _follow(settings: Mapping[str, Any], rank: int, world_size: int, pid: int) -
         if "refused" in told:
             raise ConfigurationError(told["refused"])
     return _reach(rank, str(told["name"]))
+
+
+# A store may outlive the processes that met in it: torchrun's agents may keep one for all attempts. So rank 0 calls a
+# meeting by a name that is new, and who comes knows by an answer of its own that it has come to that one.
+
+
+def _call(store: Any, prefix: str) -> str:
+    name = secrets.token_hex(8)
+    store.set(f"{prefix}/meeting", name)
+    return f"{prefix}/{name}"
+
+
+def _answer(store: Any, prefix: str, others: list[dict[str, Any]], told: Mapping[str, Any]) -> None:
+    store.set(f"{prefix}/keeper", json.dumps(told))
+    for one in others:
+        store.set(f"{prefix}/heard/{one['nonce']}", "1")
+
+
+def _come(store: Any, prefix: str, facts: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Come to the meeting that is called, and to the next where one is called meanwhile; return what rank 0 says."""
+    nonce, called, pause_s = secrets.token_hex(8), "", LOOK_S[0]
+    deadline = SYSTEM.now() + MEET_S
+    while SYSTEM.now() < deadline:
+        now_called = _wait(store, [f"{prefix}/meeting"])[0].decode()
+        if now_called != called:
+            called = now_called
+            store.set(f"{prefix}/{called}/at/{facts['rank']}", json.dumps({**facts, "nonce": nonce}))
+        if store.check([f"{prefix}/{called}/heard/{nonce}"]):
+            return f"{prefix}/{called}", json.loads(store.get(f"{prefix}/{called}/keeper"))
+        SYSTEM.sleep(pause_s)
+        pause_s = min(2 * pause_s, LOOK_S[1])
+    raise _nobody_came("")
 
 
 def _stand_in(words: Mapping[str, Any], hosts: Hosts, store: Any, key: str) -> Link:
@@ -253,9 +288,13 @@ def _wait(store: Any, keys: list[str]) -> list[bytes]:
         store.wait(keys, datetime.timedelta(seconds=MEET_S))
         return [store.get(key) for key in keys]
     except RuntimeError as error:
-        raise ConfigurationError(
-            f"not all ranks have made their Checkpointer within {MEET_S:.0f} s: make it on every rank ({error})"
-        ) from error
+        raise _nobody_came(f" ({error})") from error
+
+
+def _nobody_came(why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"not all ranks have made their Checkpointer within {MEET_S:.0f} s: make it on every rank{why}"
+    )
 
 
 def _refusal(others: list[dict[str, Any]], settings: Mapping[str, Any], hosts: Hosts) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
+CLONE_NEWNET, CLONE_NEWUTS, CLONE_NEWNS = 0x40000000, 0x04000000, 0x00020000
 PATIENCE_S = 120.0
 
 
@@ -27,6 +27,15 @@ def _call(result):
     if result:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def cover(directory):
+    """For the calling process, and what it starts, another directory lies at that place."""
+    if os.getuid() != 0:
+        pytest.skip("mounts need root")
+    _call(ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS))
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(directory)], check=True)
 
 
 class Host:
@@ -64,6 +73,7 @@ class Host:
                 if out is not None:
                     fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                     os.dup2(fd, 1), os.dup2(fd, 2)
+                    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
                 self.enter()
                 call(*arguments)
                 code = 0
