@@ -39,7 +39,7 @@ class KeeperHold:
         return self.findings
 
     def go_on(self, job: str, run: str) -> None:
-        """See `Hold.go_on`: the ranks of a Checkpointer are on one host."""
+        """See `Hold.go_on`: nobody takes over from the keeper that has the directory."""
 
     def close(self) -> None:
         """See `Hold.close`: its holder's end gives it up."""
