@@ -289,7 +289,8 @@ class Peer:
         return self.kept.bytes + self._fetching.bytes
 
     def replicas(self) -> Sequence[Copy]:
-        """See `Lender.replicas`."""
+        """See `Lender.replicas`. What counts is told with it: nothing comes to count from here on."""
+        self._leader.stop()
         return self._keeping.told()
 
     @property

@@ -1,7 +1,8 @@
 """The part of the peer tier that one node does for all, that of rank 0: placement, intents, and when a save counts.
 
 Rule 1: it begins anew with each roster, from what the nodes tell it: nothing but they need to remember anything.
-Rule 2: no intent before every place that is wanted is there: memory is known before the first copy, or there is none.
+Rule 2: no intent before every rank has a keeper, and every place that is wanted is there: what counts is whole without
+any one node.
 Rule 3: what counted last is agreed upon with the plan (core/copies.py), and told with every order.
 """
 
@@ -79,9 +80,9 @@ class Leader:
         """Other nodes are here, or can be reached, than before."""
         if self._lineage is None or domains == self._domains:
             return
+        self._place(domains)  # first: what ends makes room for the next, which is for these nodes
         if self._save is not None:
             self._hear(self._save.token, saves.Stopped("other nodes are here than when it was begun"))
-        self._place(domains)
 
     def _place(self, domains: Mapping[str, str]) -> None:
         assert self._lineage is not None, "begun"
@@ -177,7 +178,7 @@ class Leader:
         if self._lineage is None or self._save is not None or not self._interval:
             return
         pairs = self._pairs
-        if not pairs or not pairs <= self._ready:
+        if not pairs or not pairs <= self._ready or not all(self.placement.values()):
             return
         now = self._host.clock.now()
         if now < self._rest_s:

@@ -70,10 +70,14 @@ class TierJob(Job):
         *,
         every: int = 5,
         keep: int = 2,
+        all_hear: bool = True,
         before: "TierJob | None" = None,
         **settings: Any,
     ) -> None:
-        """`every`: interval of the disk; `before`: the run before this one. `settings`: of the peer tier."""
+        """`every`: interval of the disk; `before`: the run before this one. `settings`: of the peer tier.
+
+        `all_hear`: agents see to it that all hear what memory holds, before a roster; else one decides, and tells.
+        """
         self._directory, self._every, self._keep = directory, every, keep
         self.run_number: int = 0 if before is None else before.run_number + 1
         self.sound: bool = before is None or before.sound  # nothing was damaged behind anybody's back
@@ -90,7 +94,7 @@ class TierJob(Job):
         self._looked = -1  # at the beginning of this generation
         self._spent = -1  # the save of the peer tier that counted when all had begun after a node went
         self._went = False  # a node, since all had begun
-        super().__init__(seed, nodes, per_node, **settings)
+        super().__init__(seed, nodes, per_node, all_hear=all_hear, **settings)
         self._present = {node.name: list(self.nodes) for node in self.alive}
 
     def _equip(self, node: SimNode, look: Callable[[], Memory], settings: Mapping[str, Any]) -> None:
@@ -166,8 +170,6 @@ class TierJob(Job):
                 worker.close()
                 del self.workers[rank]
                 self._dead.discard(rank)
-        if generation:
-            node.stop(generation - 1)
         words = {prefix: one.telling() for prefix, one in node.companions.items() if hasattr(one, "telling")}
         if generation == self.generation and self._waits is not None:
             text = json.dumps(words)
@@ -179,7 +181,8 @@ class TierJob(Job):
     def _hear_told(self, name: str, text: str, node: SimNode) -> None:
         if name in self._present[node.name]:
             for prefix, words in json.loads(text).items():
-                node.companions[prefix].told(name, words)
+                if self._all_hear or prefix != "snapshot":
+                    node.companions[prefix].told(name, words)
 
     def _hear_nodes(self, names: list[str], node: SimNode) -> None:
         self._present[node.name] = names
@@ -205,11 +208,19 @@ class TierJob(Job):
                 self.workers[rank] = SimWorker(self, rank, node)
             self.workers[rank].assigned(message)
 
+        if node.name in self._entered:
+            node.stop(self._entered[node.name])
         node.enter(roster(generation, homes), told)
         self._entered[node.name] = generation
+        if self._all_hear:
+            self._look_at_plan(node, generation)
+
+    def _look_at_plan(self, node: SimNode, generation: int) -> None:
         plan = node.companions["snapshot"].plan
-        if "is suspected" in plan.reason:  # then an older one is taken on purpose
+        suspected = "is suspected" in plan.reason  # then an older one is taken on purpose
+        if suspected:
             self.floor, self._spent = -1, self.counted()
+        if suspected or (not self._all_hear and plan.parent > self.expected[0]):  # decided later, it may know more
             self.expected = plan.parent, plan.tier
             self._lines = [(g, plan.parent if g == generation else step) for g, step in self._lines]
         began = dict(self._lines)[generation]
@@ -241,7 +252,7 @@ class TierJob(Job):
 
     def _examine(self, told: Mapping[str, Mapping[str, Any]]) -> None:
         """What is told to be whole is whole, and what it should be, unless a byte was changed."""
-        if not self.sound:
+        if not self.sound or not self._all_hear:  # else a plan that comes late makes void what was told
             return
         for name, words in told.items():
             for row in words["snapshot"]["copies"]:
@@ -266,6 +277,9 @@ class TierJob(Job):
     def _look(self) -> None:
         """All have begun: from what they should?"""
         self._looked = self.generation
+        for node in self.alive if not self._all_hear else ():
+            if node.companions["snapshot"].plan is not None:
+                self._look_at_plan(node, self.generation)
         began = {worker.began for worker in self.workers.values()}
         if len(began) != 1:
             raise Broken(f"ranks begin from different states: {began}")

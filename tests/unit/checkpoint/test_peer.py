@@ -9,8 +9,10 @@ import pytest
 
 from everstep.checkpoint.core import segment
 from everstep.checkpoint.core.budget import Memory
+from everstep.checkpoint.core.peer_save import Phase
+from everstep.checkpoint.peer_leader import Leader
 from everstep.launcher.agent import ledger
-from everstep.testing.nodes import roster
+from everstep.testing.nodes import Net, SimNode, StillClock, roster
 from everstep.testing.peer_parts import Broken, payload
 from everstep.testing.peer_world import Job
 
@@ -245,6 +247,53 @@ def test_a_porter_that_dies_over_a_fetch_says_nothing_against_the_copy(job, side
     assert not [e for node in j.alive for e in node.events if getattr(e, "what", "") == "damaged"]
 
 
+def led(domains):
+    """The leader of a world of two ranks on nodes a and b, and what it says."""
+    said, node = [], SimNode("a", Net(), StillClock(), {})
+    leader = Leader(node, lambda to, message: said.append((to, message["kind"])), interval=1, copies=1)
+    leader.begin((0, 0), {0: "a", 1: "b"}, domains, {}, -1, None, lambda: 0)
+    return leader, lambda: [to for to, kind in said if kind == "peer.intent"]
+
+
+def test_nothing_is_saved_while_a_rank_has_no_keeper():
+    leader, intents = led({"b": "b"})
+    leader.ready("b", 0)
+    assert intents() == [], "of node b nobody would keep anything"
+    leader.on_domains({"a": "a", "b": "b"})
+    leader.ready("a", 1)
+    assert intents() == []
+    leader.ready("b", 0)
+    assert intents() == ["a", "b"]
+
+
+def test_what_follows_a_save_that_other_nodes_have_ended_is_for_these_nodes():
+    leader, intents = led({"a": "a", "b": "b", "c": "c"})
+    for rank, keepers in leader.placement.items():
+        leader.ready(keepers[0], rank)
+    assert intents() == ["a", "b"]
+    leader.on_domains({"a": "a", "b": "b"})
+    assert intents() == ["a", "b"], "none before the keepers of this placement have room"
+    leader.ready("b", 0)
+    leader.ready("a", 1)
+    assert intents() == ["a", "b"] * 2
+
+
+def test_what_counts_is_told_before_a_roster_and_nothing_comes_to_count_behind_it(job):
+    j = job(20, nodes=2, per_node=1)
+    j.begin()
+    until_counted(j, 4)
+    first = j.nodes[j.homes[0]]
+    for _ in range(2000):
+        save = first.companions["peer"]._leader._save
+        if save is not None and save.phase is Phase.SENDING and first.name in {node for _, node in save.kept}:
+            break  # of another node's copy nothing has been said yet
+        j.turn()
+    counted = j.counted()
+    told = first.companions["snapshot"].telling()["counted"]
+    j.settle()
+    assert told[0] == counted == j.counted() < save.step
+
+
 def test_memory_that_does_not_suffice_for_copies_is_said_and_training_goes_on(job):
     own = 2 * 5 * 4616
     j = job(10, cap_bytes=own)
@@ -363,7 +412,11 @@ class Smaller:
             node.enter(roster(job.generation + 1, homes), lambda rank, message: None)
         for rank in homes:
             self.say(rank, {"kind": "snapshot.attach", "ask": 1, "bytes": job.size, "have": []})
-        job.settle()
+        self.settle()
+
+    def settle(self):
+        for _ in range(300):
+            self.job.turn(steps=False)
 
     def shelf(self, rank):
         return self.job.nodes[self.homes[rank]].companions["snapshot"]
@@ -383,7 +436,7 @@ class Smaller:
 
     def open(self, rank):
         self.say(rank, {"kind": "snapshot.open", "ask": 2})
-        self.job.settle()
+        self.settle()
         return self.opened[rank]
 
 
@@ -401,11 +454,11 @@ def test_a_world_that_shrinks_onto_several_nodes_takes_up_what_all_ranks_had(job
     whole = [(rank, step, 0, payload(rank, step, 0)) for rank in range(3)]
     assert left.open(0) == whole
     left.say(0, {"kind": "snapshot.settled"})
-    j.settle()
+    left.settle()
     assert left.open(1) == whole, "one node is done, and what the other needs is still there"
     assert left.open(0) == whole
     left.say(1, {"kind": "snapshot.settled"})
-    j.settle()
+    left.settle()
     for rank in (0, 1):
         assert {each.rank for each in left.shelf(rank)._sets.values()} == {rank}
 
@@ -424,11 +477,10 @@ def test_who_is_slow_to_fetch_finds_what_it_is_to_go_on_from_where_others_have_l
     assert {copy.node for copy, _ in asked} == {"n0"}
     assert len(left.open(0)) == 3
     left.say(0, {"kind": "snapshot.settled"})
-    j.settle()
+    left.settle()
     for copy, done in asked:
         fetch(copy, done)
-    for _ in range(300):
-        j.turn(steps=False)
+    left.settle()
     assert [rank for rank, *_ in left.open(1)] == [0, 1, 2]
     assert not [e for node in j.alive for e in node.events if getattr(e, "what", "") == "damaged"]
 

@@ -29,6 +29,7 @@ class Storm:
         self.settings = {
             "every": self.draw.choice([2, 3, 7]), "keep": self.draw.choice([1, 2, 3]),
             "interval": self.draw.choice([0, 1, 1, 2, 5]), "copies": self.draw.choice([1, 1, 2]),
+            "all_hear": self.draw.random() < 0.8,
         }  # fmt: skip
         self.job = None
         self.jobs = []
