@@ -291,21 +291,21 @@ def timed(act):
 def test_storage_that_never_returns_stops_no_save_no_close_no_restore_and_no_start(make, bound):
     """Item 4: a write, an fsync, a read that never return; each is an error by name after the grace time."""
     where, live = bound.where / "ckpt", state(1.0)
-    ckpt = make(where, grace=5.0, tiers={"memory": 1, "disk": 1})
+    ckpt = make(where, grace=3.0, tiers={"memory": 1, "disk": 1})
     assert ckpt.save(1, live).wait(PATIENCE_S).what == "committed"
     bound.stop()
     handle = ckpt.save(2, live)
     began = time.monotonic()
     others = [ckpt.save(step, live) for step in (3, 4, 5)]
-    assert time.monotonic() - began < 5.0 * len(others), "the loop does not wait for it"
+    assert time.monotonic() - began < 3.0 * len(others), "the loop does not wait for it"
     told = timed(handle.wait)
     assert "it is stuck, or gone" in told
     assert "grace= is how long it is waited for" in told
     assert "step 5 was not saved" in timed(others[-1].wait)
     assert ckpt.restore(live).step == 5  # memory needs no disk
-    assert "does not answer: a read has not come back for 5 s" in timed(lambda: ckpt.restore(state(0.0), step=1))
-    assert "has taken nothing for 5 s" in timed(ckpt.close)
-    assert "does not answer: nothing has come back from it for 5 s" in timed(lambda: make(where, grace=5.0))
+    assert "does not answer: a read has not come back for 3 s" in timed(lambda: ckpt.restore(state(0.0), step=1))
+    assert "has taken nothing for 3 s" in timed(ckpt.close)
+    assert "does not answer: nothing has come back from it for 3 s" in timed(lambda: make(where, grace=3.0))
     bound.go_on()
     again = make(where)
     back = state(0.0)
@@ -317,7 +317,7 @@ def test_storage_that_never_returns_stops_no_save_no_close_no_restore_and_no_sta
 STUCK_AT_EXIT = """
     import os, signal, sys, torch
     from everstep.checkpoint import Checkpointer
-    ckpt = Checkpointer(sys.argv[1], grace=4.0, on_busy="block")
+    ckpt = Checkpointer(sys.argv[1], grace=3.0, on_busy="block")
     state = {"w": torch.zeros(3)}
     ckpt.save(1, state).wait()
     os.kill(int(sys.argv[2]), signal.SIGSTOP)

@@ -65,6 +65,7 @@ def saved_after(job, what):
     job.until(lambda: len(job.tiers(what)) >= seen + 2)
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_turns_read_only_and_vanishes_fails_saves_by_name_and_the_job_trains_on(start, tmp_path):
     """CS-26, CS-37, on a real tmpfs: each state of it by its own words, and it serves again when it is mended."""
     where = tmp_path / "ckpt"
@@ -216,7 +217,7 @@ def test_errors_of_the_device_the_quota_and_the_rights_fail_one_save_each_by_nam
 
 
 def test_a_second_job_on_the_directory_is_refused_by_the_first_one_s_name(start, tmp_path):
-    first = start("first", 100000, pause_s=0.01, interval=5)
+    first = start("first", 100000, pause_s=0.05, interval=5)
     first.until(lambda: first.tiers("committed"))
     second = start("second", 20)
     code, told = second.end()

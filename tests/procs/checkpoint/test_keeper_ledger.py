@@ -20,6 +20,7 @@ with Checkpointer(sys.argv[1], interval=5, tiers={"memory": 1}) as saved:
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("under", ["alone", "an agent"])
 def test_a_checkpointer_tells_of_its_tiers_in_the_run_folder(tmp_path, under):
     (tmp_path / "script.py").write_text(SCRIPT)

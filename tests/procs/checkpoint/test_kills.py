@@ -49,6 +49,7 @@ def runs(tmp_path_factory) -> dict:
     return script("ranks_go_on.py", tmp_path_factory.mktemp("stores"), *CASES, timeout=110)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_are_killed_go_on_to_the_bit(case, runs):

@@ -55,6 +55,7 @@ class Ran:
         return {(note["rank"], note["step"]): note["loss"] for note in self.of("step")}
 
 
+@pytest.mark.long
 def test_a_script_of_nvrxs_checkpointing_runs_as_it_is_and_a_fault_among_its_saves_costs_what_was_under_way(ported):
     """CS-39, W44: a save that was under way at an in-process restart is dropped, on the rank whose saves stood still:
     what had its name before is whole. The next attempt goes on from the newest that all can have, and saves again.

@@ -51,13 +51,16 @@ def test_our_native_surface_is_measured_with_the_parts_that_the_ledger_knows(tmp
     assert list(tmp_path.glob("*/*/run/events/*.jsonl")), "--out keeps what was written"
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_measured_to_the_first_step_of_its_spare():
     found = bench("inprocess", "--fault", "sigkill", "--faults", "1", "--steps", "5", "--limit", "60")
     (row,) = found["rows"]
     assert (row["recovered"], row["least_world"], row["outcomes"]) == (1, 2, {"done": 1})
 
 
-@pytest.mark.parametrize("launcher", ["bare", "everstep", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", ["everstep", *(pytest.param(name, marks=pytest.mark.long) for name in ("bare", "torchrun"))]
+)
 def test_our_wrapper_runs_the_same_function_under_every_launcher(launcher):
     found = bench("inprocess", "--impl", "everstep.inprocess", "--launcher", launcher, "--faults", "2", "--steps", "5",
                   "--limit", "60")  # fmt: skip
@@ -69,19 +72,19 @@ def test_our_wrapper_runs_the_same_function_under_every_launcher(launcher):
 def test_implementations_take_turns_on_the_same_cases_and_an_endless_one_costs_its_limit():
     found = bench(
         "inprocess", "--impl", "fake_inprocess", "--fault", "exception,hang", "--faults", "2", "--steps", "4",
-        "--runs", "2", "--limit", "8",
+        "--runs", "2", "--limit", "5",
     )  # fmt: skip
     good, endless = found["rows"]
     assert (good["fault"], good["runs"], good["faults"], good["recovered"]) == ("exception", 2, 4, 4)
     assert good["outcomes"] == {"done": 2}
     assert good["parts_s"] is None
     assert (endless["fault"], endless["faults"], endless["recovered"], endless["recovery_s"]) == ("hang", 2, 0, None)
-    assert endless["outcomes"] == {"no new step within 8 s of the fault": 2}
+    assert endless["outcomes"] == {"no new step within 5 s of the fault": 2}
 
 
 def test_a_death_that_nobody_takes_over_is_no_figure_and_what_is_left_behind_is_counted_and_ended():
     found = bench(
-        "inprocess", "--impl", "fake_inprocess", "--fault", "sigkill", "--faults", "1", "--steps", "4", "--limit", "8",
+        "inprocess", "--impl", "fake_inprocess", "--fault", "sigkill", "--faults", "1", "--steps", "4", "--limit", "5",
         FAKE_LEAVES_BEHIND="1",
     )  # fmt: skip
     (row,) = found["rows"]
@@ -122,6 +125,7 @@ def test_the_control_plane_is_measured_at_each_size_beside_the_barrier():
     assert set(found["growth"]) == {"fault to next roster", "NVRx, fault to past its barrier"}
 
 
+@pytest.mark.long
 def test_a_key_for_each_rank_is_measured_as_well():
     found = bench("controlplane", "--ranks", "16,8", "--rounds", "1", "--processes", "1", "--arrivals", "rank",
                   "--without-barrier")  # fmt: skip

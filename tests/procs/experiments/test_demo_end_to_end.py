@@ -18,7 +18,7 @@ def test_a_model_trains_through_five_faults_and_nothing_is_lost(tmp_path):
         "-m",
         "everstep.experiments.demo",
         "--steps",
-        "80",
+        "40",
         "--limit",
         "100",
         "--out",

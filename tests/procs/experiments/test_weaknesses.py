@@ -15,6 +15,7 @@ def trial(case):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("case", "kept", "counted"), [("W9", 4, None), ("W22", 2, 0.0)])
 def test_a_trial_is_run_and_told_as_it_went(tmp_path, case, kept, counted):
     (impl,) = weaknesses.ours(trial(case))

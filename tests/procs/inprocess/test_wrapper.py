@@ -118,6 +118,7 @@ note("returned", value=train())
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "active"), [("max", {0: 0, 1: 1}), ("tree", {0: 0, 2: 1}), ("discards", {0: 0, 2: 1, 3: 2})]
 )
@@ -171,6 +172,7 @@ def ends(start):
     return lambda kind: start((HEAD + ENDS).replace("KIND", repr(kind)), "--nproc-per-node", "2").ended(120)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["unfit", "finalizer", "base"])
 def test_a_rank_that_is_not_fit_leaves_and_a_spare_takes_over(ends, kind):
     """What a health check or a finalizer raises, and any other BaseException, ends the rank: NVRx's world shrinks."""
@@ -218,6 +220,7 @@ def test_an_endless_fault_ends_with_the_story_of_its_attempts(ends):
     assert "ValueError: always" in ended.err.splitlines()[-1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "words"), [("abort", "RestartAbort: it is of no use"), ("exit", "SystemExit: 7")])
 def test_who_asks_for_the_end_gets_it(ends, kind, words):
     """IR-12, and `RestartAbort`: on one rank, for all."""
@@ -299,7 +302,7 @@ note("returned", value=train())
 """
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_generations_in_a_row_meet_over_plain_init_process_group(start, count):
     """P10: torch's own agent store fails in every second of such runs; here each iteration has a prefix of its own.
 
@@ -361,6 +364,7 @@ else:
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [("twice", "have the first call the other as a plain function"), ("group", "move init_process_group into")],

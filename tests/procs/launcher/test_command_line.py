@@ -96,6 +96,7 @@ def test_a_kill_of_an_unwrapped_rank_is_told_as_what_it_was(start):
     assert all(row.recovery_s is not None for row in ledger.recoveries)
 
 
+@pytest.mark.long
 def test_a_fault_free_run_of_an_unwrapped_script_closes(start):
     ended = start(PLAIN, "--nproc-per-node", "2", wrapped=False).ended()
     assert ended.code == 0, ended.err
@@ -216,6 +217,7 @@ def test_a_missing_rank_is_an_error_not_rank_0(start, tmp_path):
     assert "RANK is not set, but WORLD_SIZE is" in broken.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("end", "code"),
     [

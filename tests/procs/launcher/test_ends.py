@@ -35,6 +35,7 @@ note("returned", result=result)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP", "GIL"])
 def test_the_last_to_complete_is_lost_over_it_and_its_successor_brings_the_job_to_its_end(start, kind):
     """All functions have returned, but nobody is let go before all are known to live."""
@@ -63,6 +64,7 @@ note("wrote its results")
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "status"), [("raise", 1), ("SIGKILL", -9)])
 def test_a_rank_that_fails_after_the_end_ends_no_other(start, kind, status):
     """The failure is told, in the exit code too; what the others still write is written."""
@@ -97,6 +99,7 @@ def faulty(body, end="pass"):
     return FAULTY.replace("BODY", body).replace("END", end)
 
 
+@pytest.mark.long
 def test_the_last_allowed_fault_is_named_by_who_died_and_not_by_who_lost_it(start):
     body = "os.kill(os.getpid(), signal.SIGKILL) if run.rank == 1 else dist.barrier()"
     ended = start(faulty(body), "--nproc-per-node", "3", "--max-restarts", "0").ended(100)

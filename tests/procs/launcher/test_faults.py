@@ -124,12 +124,14 @@ def test_a_wedged_process_is_killed_and_replaced(start):
     assert [e["kind"] for e in ended.events("FaultNoticed")] == ["wedged", "wedged"]
 
 
+@pytest.mark.long
 def test_four_ranks_and_two_faults_at_once(start):
     plan = [("exception", 1, 5), ("sigkill", 2, 5), ("sigkill", 0, 12), ("exception", 3, 12)]
     ended = start(job_text(plan), "--nproc-per-node", "4", "--spares", "2").ended(90)
     check(ended, 4, 20, len(plan))
 
 
+@pytest.mark.long
 def test_the_same_step_failing_again_and_again_ends_the_job(start):
     text = job_text([], 20).replace('note("step", step', 'step == 5 and 1 / 0; note("step", step')
     ended = start(text, "--nproc-per-node", "2").ended()
@@ -138,6 +140,7 @@ def test_the_same_step_failing_again_and_again_ends_the_job(start):
     assert max(n["step"] for n in ended.of("step")) == 4
 
 
+@pytest.mark.long
 def test_max_restarts_counts_the_whole_job(start):
     plan = [("exception", 1, 3), ("exception", 0, 6), ("exception", 1, 9)]
     ended = start(job_text(plan), "--nproc-per-node", "2", "--max-restarts", "2").ended()
@@ -146,6 +149,7 @@ def test_max_restarts_counts_the_whole_job(start):
     assert max(n["step"] for n in ended.of("step")) in (8, 9)  # its peer may have done the step of the last fault
 
 
+@pytest.mark.long
 def test_all_ranks_lost_at_once_with_one_spare_are_all_replaced(start):
     plan = [("sigkill", 0, 7), ("sigkill", 1, 7)]
     ended = start(job_text(plan), "--nproc-per-node", "2").ended()

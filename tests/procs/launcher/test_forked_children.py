@@ -44,6 +44,7 @@ note("returned")
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("surface", [NATIVE, WRAPPED], ids=["native", "wrapper"])
 @pytest.mark.parametrize(
     ("harm", "status"), [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("raise ValueError('of the child')", 1), ("return", 0)]
@@ -65,6 +66,7 @@ def test_a_child_ends_alone(start, surface, harm, status):
     assert ("of the child" in ended.err) == ("raise" in harm)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("chain", "words"),
     [

@@ -156,7 +156,7 @@ def train(run):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in run.steps(20, model=model, optimizer=optimizer):
         if step == 10 and run.rank == 0:
-            until = time.monotonic() + 12
+            until = time.monotonic() + 8
             while time.monotonic() < until:
                 sum(range(1000))
         model(torch.ones(2, 8)).sum().backward()
@@ -167,9 +167,9 @@ train()
 
 
 def test_who_waits_in_ddp_s_backward_for_a_rank_that_evaluates_does_not_hang(start):
-    """At defaults: 12 s of Python on rank 0; the other stands still and idle for as long, under autograd's frame."""
+    """At defaults: 8 s of Python on rank 0; the other stands still and idle for as long, under autograd's frame."""
     ended = start(DDP, "--nproc-per-node", "2").ended(120)
     assert ended.code == 0, ended.err
     assert ended.events("FaultNoticed") == []
     ten = [n["at"] for n in ended.of("step") if n["step"] in (9, 10) and n["rank"] == 1]
-    assert ten[1] - ten[0] > 11
+    assert ten[1] - ten[0] > 7

@@ -228,6 +228,7 @@ thread = threading.Thread(target=other)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("parts", "words", "code"),
     [
@@ -251,6 +252,7 @@ def test_what_goes_wrong_outside_the_wrapped_call_is_told_and_not_restarted(star
     assert 1 <= len(ended.of("top")) <= 2  # the first failure may end the other before it begins
 
 
+@pytest.mark.long
 def test_a_run_folder_is_held_by_one_job_and_may_be_used_again(start):
     text = """
 @everstep.resilient

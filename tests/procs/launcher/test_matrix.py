@@ -93,7 +93,7 @@ def test_every_kind_on_every_rank(start, phase):
 @pytest.mark.parametrize(
     ("phase", "kind", "rank"),
     [
-        pytest.param(phase, kind, rank, marks=pytest.mark.long if (kind, rank) != ("SIGKILL", 1) else ())
+        pytest.param(phase, kind, rank, marks=pytest.mark.long)
         for (phase, kind), rank in product(sorted(LAST_WORDS), RANKS)
     ],
 )
@@ -190,6 +190,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_those_that_are_killed_for_a_fault_are_not_its_cause(start):
     """A script that does not know us: all of its processes end for the exception of one."""
     ended = start(UNAWARE, "--nproc-per-node", "3", "--max-restarts", "1", wrapped=False).ended(100)

@@ -95,6 +95,7 @@ def test_two_nodes_are_one_world_and_an_exception_on_either_costs_a_step_at_most
         assert (second["restore_step"], second["restored_from"]) == (4, "memory")
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_replaced_by_a_spare_of_its_node_which_finds_its_snapshot(nodes):
     ended = nodes(TRAIN, 2, "--nproc-per-node", "2", env={"MODE": "kill", "WHO": "3"}).ended()
     good(ended)

@@ -124,6 +124,7 @@ train()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.long)])
 def test_generations_in_a_row_on_four_ranks(start, count):
     """Each makes its groups anew over one living store, and each reduces over exactly its own members.

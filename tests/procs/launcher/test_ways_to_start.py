@@ -22,6 +22,7 @@ def run(tmp_path, *words, **env):
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55, env=os.environ | env)
 
 
+@pytest.mark.long
 def test_a_module_and_its_arguments(tmp_path):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()

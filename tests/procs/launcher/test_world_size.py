@@ -128,6 +128,7 @@ def test_without_one_the_world_shrinks_after_the_time_that_was_given(start):
     assert recovery.took_over == "shrunk"
 
 
+@pytest.mark.long
 def test_the_world_waits_and_goes_on_when_the_replacement_is_there(start):
     """A new zygote takes seconds to come up; there is time."""
     flags = ("--nproc-per-node", "3", "--spares", "0", "--min-world-size", "1", "--replacement-timeout", "100")
@@ -139,6 +140,7 @@ def test_the_world_waits_and_goes_on_when_the_replacement_is_there(start):
     whole(ended, 3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("least", "code"), [(2, 0), (3, 75)])
 def test_nobody_is_waited_for_where_nothing_can_be_started_any_more(start, least, code):
     """Every zygote is killed: the time that was given would be ten minutes."""
@@ -163,7 +165,8 @@ def test_nobody_is_waited_for_where_nothing_can_be_started_any_more(start, least
 
 
 @pytest.mark.parametrize(
-    "floor", ["flag", pytest.param("min_world_size", marks=pytest.mark.long), "min_active_world_size"]
+    "floor",
+    ["flag", *(pytest.param(name, marks=pytest.mark.long) for name in ("min_world_size", "min_active_world_size"))],
 )
 def test_with_too_few_left_the_job_ends_with_its_story(start, floor):
     """What a RetryController wants at least, the agent does not go below."""
@@ -268,6 +271,7 @@ def test_those_who_are_left_go_on_from_the_snapshots_of_all(start, sharded):
         assert momenta[step] == pytest.approx([expected] * 5, rel=1e-5), "the optimizer's state came along"
 
 
+@pytest.mark.long
 def test_a_sampler_that_counts_for_its_rank_is_not_taken_along_and_a_new_start_with_all_goes_on(start, tmp_path):
     flags = (*FLAGS, "--checkpoint-dir", str(tmp_path / "kept"))
     script = kept(sharded=False, ours=False)

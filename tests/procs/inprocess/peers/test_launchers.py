@@ -82,6 +82,7 @@ def test_an_exception_under_torchrun(bare, script):
     assert "`everstep run` keeps the job" in err
 
 
+@pytest.mark.long
 def test_a_death_under_torchrun_is_torchruns(bare, script):
     """It was said at the start; the exit code is torchrun's, and nothing of ours stays."""
     ((code, rows, err),) = ended(begin(bare, *TORCHRUN, script, "kill"))
@@ -111,6 +112,7 @@ def test_bare_processes_find_the_launchers_words_as_they_were(bare, script):
         assert rows == [[0, rank, 2, 2, port], [1, rank, 2, 2, port], ["returned", rank]]
 
 
+@pytest.mark.long
 def test_a_death_among_bare_processes_ends_the_others_with_an_exit_code(bare, script):
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(bare.free_port())}
     began = time.monotonic()
