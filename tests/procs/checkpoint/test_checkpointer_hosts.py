@@ -365,7 +365,7 @@ def test_clocks_of_hosts_that_differ_by_an_hour_change_nothing(two, tmp_path, ah
     if not found:
         pytest.skip("needs libfaketime")
     clock = {"LD_PRELOAD": str(found[0]), "FAKETIME": ahead}
-    notes, agents = begin(two, tmp_path, "first", 12, environment=clock)
+    notes, agents = begin(two, tmp_path, "first", 12, environment=clock, on_busy="block")
     ends_well(two, agents, tmp_path, "first")
     assert steps_of(tmp_path / "ckpt") == [5, 10]
     notes, agents = begin(two[::-1], tmp_path, "second", 16, environment=clock)  # now the other one is ahead
