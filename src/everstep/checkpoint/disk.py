@@ -60,6 +60,7 @@ class Disk(Saves):
         self._plan = intents.Plan(interval)
         self._given = directory
         self._running = False  # a generation is under way
+        self._planned = False  # and from where it has begun is known
         self._final_tried = False
         self._last = ""  # the save of the last step, which no rank has to come to any more
         self._behind = behind
@@ -203,17 +204,17 @@ class Disk(Saves):
         """See `Companion.on_roster`."""
         self.on_stopped(self._lineage[1])
         self._lineage = (roster.epoch, roster.generation)
-        began = self._shelf.plan
-        self._plan = intents.rewind(self._plan, max(0, began.parent) if began else 0)
         self._running, self._final_tried = True, False
         self._patience.begin_again()
-        self._next()
+        self._begin_from_plan()
         told = {"directory": self.directory, "given": self._given, "interval": self._plan.interval}
         told |= {"metric": self._keep.metric, "lost": self.inventory.lost}
         return {m.rank: told for m in roster.members}
 
     def on_tick(self, now: float) -> None:
         """See `Companion.on_tick`."""
+        if self._running and not self._planned:
+            self._begin_from_plan()
         if self._patience.ending and self.outstanding:
             self._host.recheck()
         self._look_whether_it_is_slow(now)
@@ -292,7 +293,8 @@ class Disk(Saves):
 
     def _next(self) -> None:
         """Choose the next intent and tell the ranks, where a generation runs and no save is open."""
-        if self._writers_begun is None or not self._running or self._save is not None or self._writers.given_up:
+        ready = self._writers_begun is not None and self._running and self._planned
+        if not ready or self._save is not None or self._writers.given_up:
             return
         mine = [s.step for s in self._shelf.sealed_here() if (s.epoch, s.generation) == self._lineage]
         self._plan, choice = intents.choose(intents.saw(self._plan, max(mine, default=0)))
@@ -301,6 +303,14 @@ class Disk(Saves):
         save = self._open(choice.step, *self._lineage)
         self._host.emit(TierEvent(tier=self.tier, what="planned", step=save.step, text=choice.reason))
         self._tell({"kind": f"{self.prefix}.intent", "save": save.token, "step": save.step})
+
+    def _begin_from_plan(self) -> None:
+        """Choose steps behind the one that the generation begins from; that may be known a little later."""
+        began = self._shelf.plan
+        self._planned = began is not None
+        if began is not None:
+            self._plan = intents.rewind(self._plan, max(0, began.parent))
+            self._next()
 
     def _all_staged(self, save: commit.Save) -> None:
         self._plan = intents.saw(self._plan, save.step)

@@ -209,6 +209,7 @@ class NodeShelf(Beginnings):
         if not decision.sources:
             self._tell_those_here()
         self._proceed()
+        self._host.later(0.0)  # slower tiers look at the plan, if it comes behind the roster
 
     def _announce(self) -> None:
         plan = self.plan

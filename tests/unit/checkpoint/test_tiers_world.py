@@ -79,7 +79,30 @@ class Storm:
             self.job.sound = not self.job.flip(self.anyone()) and self.job.sound
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("all_hear", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_to_be_saved_lies_ahead_of_where_a_generation_begins_whenever_that_is_known(tmp_path, all_hear, seed):
+    job = TierJob(seed, str(tmp_path), 2, 1, every=3, interval=0, all_hear=all_hear)
+    try:
+        job.begin()
+        job.run(300)
+        before = {node.name: len(node.events) for node in job.alive}
+        job.kill_worker(1)
+        job.begin()
+        (began, _) = job.begun[-1]
+        planned = []
+        for _ in range(2000):
+            new = [event for node in job.alive for event in node.events[before[node.name] :]]
+            planned = [e.step for e in new if getattr(e, "tier", "") == "disk" and e.what == "planned"]
+            if planned:
+                break
+            job.turn()
+        assert min(planned) > began > 3
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_whatever_dies_the_newest_that_is_whole_is_taken_by_all(seed, tmp_path):
     gc.collect()
     before = memfds()
