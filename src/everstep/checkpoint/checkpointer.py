@@ -78,7 +78,7 @@ class Checkpointer:
 
         Raises UsageError for arguments that cannot be meant, ConfigurationError where the directory cannot be made,
         written to, locked, or another has it, where a host does not see it, or is not reached by that of rank 0, or no
-        process group is made yet.
+        process group is made yet, UnreachableStorage where the place is away, or says nothing for `grace` seconds.
         """
         self._settings = settings_of(os.fspath(dir), interval, on_busy, keep, tiers, grace)
         self._pid = os.getpid()
@@ -213,7 +213,8 @@ class Checkpointer:
         is listed (`Restored.missing`).
 
         Raises CheckpointError where `step` is not there, StateMismatch naming what does not fit, ConfigurationError
-        where what is saved is of a world of another size and cannot be taken: `state` is as it was then.
+        where what is saved is of a world of another size and cannot be taken, UnreachableStorage where the newest
+        cannot be read for `grace` seconds (nothing older is taken for it; `step` can): `state` is as it was then.
         """
         self._check_process("restore")
         with self._turn:

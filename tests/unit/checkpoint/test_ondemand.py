@@ -408,6 +408,26 @@ def test_what_the_ranks_left_in_memory_is_written_when_all_are_gone(bench, tmp_p
     check(tmp_path, 4)
 
 
+def test_what_could_not_be_read_is_left_behind_too_when_an_older_one_was_taken_knowingly(bench, tmp_path):
+    """It would be taken for newer by whoever comes when it can be read again."""
+    b = bench(keep=Keep(5))
+    for step in (10, 20):
+        b.save(step)
+        b.work()
+    b.disk.inventory.complete.discard(20)
+    b.disk.inventory.unread.add(20)
+    b.shelf.buffers.clear()
+    b.enter()
+    b.disk.went_back(10)
+    for step in (11, 12):
+        b.save(step)
+        b.work()
+    b.close_all()
+    assert on_disk(tmp_path) == ["step-10", "step-11", "step-12"]
+    assert b.tiers("removed") == [20]
+    assert b.disk.inventory.unread == set()
+
+
 def test_steps_go_back_after_a_restore_and_what_was_ahead_is_left_behind(bench, tmp_path):
     b = bench(keep=Keep(5))
     for step in (10, 20, 30):
