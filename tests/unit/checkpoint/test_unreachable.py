@@ -8,6 +8,7 @@ import random
 import pytest
 
 from everstep.checkpoint import catalog, commands
+from everstep.checkpoint import convert as converter
 from everstep.checkpoint.core import names
 from everstep.checkpoint.core.plan import choose
 from everstep.checkpoint.disk import Disk
@@ -431,20 +432,34 @@ def test_an_older_one_is_taken_knowingly_when_the_newer_is_given_up(three, away)
     assert (found.step, wounds) == (40, [])
 
 
-def test_one_that_its_job_gives_up_while_it_is_converted_is_said_to_be_gone_or_the_next_is_taken(three, monkeypatch):
+@pytest.mark.parametrize(("asked", "gone"), [(20, 20), (None, 60)])
+def test_one_that_its_job_gives_up_while_it_is_converted_is_said_to_be_gone_or_the_next_is_taken(
+    three, monkeypatch, asked, gone
+):
     """Item 6: the newest of when it was listed goes; the one that is there then is converted, or it is said."""
-    real, taken = catalog.verify, []
+    real, looked, made = catalog.verify, [], []
 
     def given_up(found):
-        taken.append(found.step)
-        if found.step == 20:
-            posix.PosixStorage(str(three), UnsyncedFiles()).condemn(names.committed(20))
+        looked.append(found.step)
+        if found.step == gone:
+            posix.PosixStorage(str(three), UnsyncedFiles()).condemn(names.committed(gone))
         return real(found)
 
+    def convert(path, to, out, only):
+        made.append(path)
+        return converter.Converted((out,), 8, 1, ())
+
     monkeypatch.setattr(catalog, "verify", given_up)
-    with pytest.raises(UsageError, match="has no checkpoint of step 20; it has: 60, 40"):
-        run("convert", three, three / "out.pt", "--to", "torch", "--step", 20)
-    assert taken == [20]
+    monkeypatch.setattr(converter, "convert", convert)  # what lies here is no state of torch's
+    words = ["convert", three, three / "out.pt", "--to", "torch"]
+    if asked is None:
+        assert run(*words) == 0
+        assert looked == [60, 40]
+        assert [os.path.basename(path) for path in made] == ["step-40"]
+    else:
+        with pytest.raises(UsageError, match="has no checkpoint of step 20; it has: 60, 40"):
+            run(*words, "--step", asked)
+        assert (looked, made) == ([20], [])
     assert not [name for name in os.listdir(three) if "out" in name]
 
 
