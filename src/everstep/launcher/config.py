@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from everstep.errors import ConfigurationError, UsageError
+from everstep.launcher.core.unlike import grace_s
 from everstep.launcher.nodes.core.endpoint import Endpoint, endpoint_of
 from everstep.launcher.nodes.core.register import WIRE, node_name
 from everstep.recovery.core.words import Policy
 from everstep.telemetry import more_room
 
 _MOST_FILES_READ = 200
+GRACE_S = 15.0
 REPLACEMENT_S = 60.0
 """So long is a new process awaited in a lost rank's place where the world may shrink: forking one takes 0.1 s, a new
 zygote some seconds, and one that cannot fork is asked again for 30 s."""
@@ -42,7 +44,7 @@ class LaunchConfig:
     max_restarts: int | None = None
     min_world_size: int | None = None
     replacement_timeout_s: float | None = None
-    grace_s: float = 15.0
+    grace_s: float = GRACE_S
     soft_timeout_s: float | None = None
     hard_timeout_s: float | None = None
     first_timeout_s: float | None = None
@@ -173,7 +175,7 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         max_restarts=flags["max_restarts"],
         min_world_size=flags.get("min_world_size"),
         replacement_timeout_s=flags.get("replacement_timeout"),
-        grace_s=float(flags["grace"]),
+        grace_s=grace_s(flags, GRACE_S),
         soft_timeout_s=flags.get("soft_timeout"),
         hard_timeout_s=flags.get("hard_timeout"),
         first_timeout_s=flags.get("first_timeout"),

@@ -14,9 +14,7 @@ from torch.distributed.argparse_util import env
 from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from everstep.errors import UsageError
-
-_NOT_YET = ("numa_binding", "logs_specs", "virtual_local_rank")
-"""torchrun's flags that mean something we do not do yet: refused with a word, never swallowed."""
+from everstep.launcher.core.unlike import refuse
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,7 +60,12 @@ def build(extensions: Sequence[str]) -> argparse.ArgumentParser:
         help="Seconds that a new process in a lost rank's place is awaited, 0: only a spare that is there. Then "
         "the world shrinks where it may, else the job ends with code 75 (default 60 with --min-world-size, else 600).",
     )
-    add("grace", type=float, default=15.0, help="Seconds between asking everything to end and SIGKILL (default 15).")
+    add(
+        "grace",
+        type=float,
+        default=None,
+        help="Seconds between asking everything to end and SIGKILL (default 15, or what --shutdown-timeout says).",
+    )
     add("preload", type=str, default=None, help="Modules that the zygote imports beforehand, or `none`.")
     add("run-dir", type=str, default=None, help="Folder of this run's events, logs and report.")
     add("checkpoint-dir", type=str, default=None, help="Where checkpoints are committed; none without it.")
@@ -109,10 +112,7 @@ def parse(argv: Sequence[str], extensions: Sequence[str] = ()) -> dict[str, Any]
     """Return the flags as plain values. Raises UsageError; `--help` prints and raises SystemExit as argparse does."""
     arguments = build(extensions).parse_args(list(argv))
     given = vars(arguments)
-    for name in _NOT_YET:
-        if given.get(name):
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} is torchrun's, and everstep run does not do it yet; leave it out.")
+    refuse(given)
     try:
         low, high = parse_min_max_nnodes(given["nnodes"])
         given["nproc"] = determine_local_world_size(given["nproc_per_node"])

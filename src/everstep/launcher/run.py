@@ -19,6 +19,7 @@ from everstep.launcher.agent.agent import Agent
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.zygotes import Refused
 from everstep.launcher.config import LaunchConfig, from_flags, writable
+from everstep.launcher.core.unlike import notices
 from everstep.launcher.nodes.core.endpoint import Endpoint
 from everstep.launcher.nodes.joining import Meeting
 from everstep.launcher.nodes.membership import Membership
@@ -109,6 +110,8 @@ def _run(
         telemetry.emit(started)
         for text in (*riding.notices, *other):
             telemetry.emit(Notice(text=text, level="warning"))
+        for text in notices(flags):
+            telemetry.emit(Notice(text=text))
         if not config.wrapped and flags.get("spares") is None:
             text = f"{config.script} names everstep nowhere: no spare is kept, a fault begins all of its workers anew"
             telemetry.emit(Notice(text=text))

@@ -1,6 +1,9 @@
 """The command line: torchrun's own parser, and the words with which nonsense is refused."""
 
+from pathlib import Path
+
 import pytest
+from torch.distributed.run import get_args_parser
 
 from everstep.errors import EverstepError
 from everstep.launcher import flags
@@ -37,7 +40,8 @@ def script(tmp_path):
         (("--tee", "0:x"), "0 to 3"),
         (("--local-ranks-filter", "one"), "local ranks"),
         (("-m", "--no-python"), "contradict"),
-        (("--numa-binding", "node"), "does not do it yet"),
+        (("--numa-binding", "node"), "does not do it"),
+        (("--signals-to-handle", "SIGUSR1"), "hears no other"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_its_words(script, given, words):
@@ -91,3 +95,23 @@ def test_the_help_says_what_restarts_mean_here():
     told = " ".join(flags.build(EXTENSIONS).format_help().split())
     assert "Restarts of the whole job before it fails; left out, a fault that made progress" in told
     assert "worker group restarts" not in told
+
+
+def test_the_page_has_each_of_torch_s_flags():
+    page = (Path(__file__).parents[3] / "docs/launcher.md").read_text()
+    table = page[page.index("## torchrun's flags") : page.index("## Assumptions")]
+    own = ("-h", "--help")
+    every = [flag for action in get_args_parser()._actions for flag in action.option_strings if flag not in own]
+    missing = [flag for flag in every if "_" not in flag and f"`{flag}`" not in table]
+    assert not missing, f"docs/launcher.md says nothing of torchrun's {', '.join(missing)}"
+    spellings = {flag for action in flags.build(EXTENSIONS)._actions for flag in action.option_strings}
+    assert set(every) <= spellings
+
+
+def test_torchrun_s_grace_is_ours(script):
+    given = vars(flags.build(EXTENSIONS).parse_args([script]))
+    if "shutdown_timeout" not in given:
+        pytest.skip("this torch has no --shutdown-timeout")
+    assert from_flags(flags.parse(["--shutdown-timeout", "33", script], EXTENSIONS)).grace_s == 33.0
+    assert from_flags(flags.parse(["--shutdown-timeout", "33", "--grace", "4", script], EXTENSIONS)).grace_s == 4.0
+    assert from_flags(flags.parse([script], EXTENSIONS)).grace_s == 15.0
