@@ -122,6 +122,9 @@ class GenerationStarted(Event):
     restore_step: int | None = None  # last step done in the restored state; None: from the beginning
     restored_from: str | None = None  # memory | peer | local | disk: the furthest that any rank went to
     reason: str = ""
+    decided: bool = True  # False: nodes had still to agree on `restore_step` when the roster was entered
+    node: str = ""  # whose agent says so
+    nodes: tuple[str, ...] = ()  # where each of `members` stands; their pids are those of that node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

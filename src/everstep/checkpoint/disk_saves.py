@@ -38,6 +38,7 @@ class Saves:
         self._attempts = 0
         self._condemned: list[int] = []
         self._problems: list[str] = []
+        self._unmet: dict[str, int] = {}  # a problem that a later save of the same step mends
         self._writers_begun: Writers | None = None
         self._host_given: Host | None = None
 
@@ -180,6 +181,9 @@ class Saves:
 
     def _durable(self, save: commit.Save, size: int, seconds: float) -> None:
         self.inventory.add(save.step, save.world_size)
+        for text in [text for text, step in self._unmet.items() if step == save.step]:
+            self._problems.remove(text)
+            del self._unmet[text]
         self._host.emit(TierEvent(tier=self.tier, what="committed", step=save.step, bytes=size, seconds=seconds))
         decision = self.inventory.going(self._keep, besides=save.step)
         going = decision.remove
@@ -199,7 +203,9 @@ class Saves:
         self._host.emit(TierEvent(tier=self.tier, what="failed", step=save.step, seconds=seconds, text=save.text))
         self._notice(f"{text}. Training goes on; {stands}.", "warning" if self._lesser else "error")
         if not self._lesser:
-            self._problems.append(text)
+            if text not in self._unmet:
+                self._problems.append(text)
+                self._unmet[text] = save.step
             self._tell({"kind": f"{self.prefix}.problem", "text": text})
         self._remove_the_condemned()  # their room may be what was missing
 

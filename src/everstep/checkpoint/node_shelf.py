@@ -131,7 +131,8 @@ class NodeShelf(Beginnings):
             )
         world = self._of_the_world()  # of ranks elsewhere the ledger alone wants to know
         follows = {"follows": True, "restore": world}
-        return {rank: {**self._told_ranks.get(rank, follows), "world": world} for rank in range(roster.world_size)}
+        beside = {"world": world, "decided": self.plan is not None}
+        return {rank: {**self._told_ranks.get(rank, follows), **beside} for rank in range(roster.world_size)}
 
     def _of_the_world(self) -> Message | None:
         """What all begin from, where it is known; its tier is the furthest that any rank has to go to."""

@@ -1,4 +1,7 @@
-"""Reads the ledger of a run folder: `events/*.jsonl`, one file per process.
+"""Reads the ledger of a run folder: `events/*.jsonl`, one file per process; of other nodes `node-N/events/*.jsonl`.
+
+Two nodes may give one number to two processes (containers do), so those of another node are told apart by a number
+of their own: N * 2**32 + pid, in all that its records say of processes, and in rosters for the ranks that stand there.
 
 A last line that was torn by a kill is ignored; any other line that cannot be read is counted and shown. A line that
 stands twice (a file copied over, two collectors) counts once.
@@ -6,14 +9,17 @@ stands twice (a file copied over, two collectors) counts once.
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from everstep.errors import LedgerError, UsageError
-from everstep.events import Record
+from everstep.events import GenerationStarted, ProcessEnded, ProcessStarted, Record
+from everstep.goodput.core.story import PIDS
 
 RUNS = Path("everstep-runs")
+ANOTHER_NODE = re.compile(r"node-(\d+)")
 
 
 @dataclass(slots=True)
@@ -59,6 +65,7 @@ def read_run(folder: Path) -> Log:
     seen: set[str] = set()
     for path in files:
         _read_file(path, log, seen)
+    _read_other_nodes(log)
     if not log.records:
         raise LedgerError(
             f"{folder}: none of the {len(log.unread) + log.torn} lines in {len(files)} files of events/ is an event "
@@ -66,6 +73,39 @@ def read_run(folder: Path) -> Log:
             "was written by something else."
         )
     return log
+
+
+def _read_other_nodes(log: Log) -> None:
+    """The first node's folder may hold those of the others."""
+    found = [(ANOTHER_NODE.fullmatch(folder.name), folder) for folder in sorted(log.folder.glob("node-*"))]
+    nodes = {match[0]: (int(match[1]), folder) for match, folder in found if match and _holds_events(folder)}
+    if not nodes:
+        return
+    numbers = {name: number for name, (number, _) in nodes.items()}
+    log.records = [_of_node(record, 0, numbers) for record in log.records]
+    for number, folder in nodes.values():
+        part = Log(folder)
+        seen: set[str] = set()
+        for path in sorted((folder / "events").glob("*.jsonl")):
+            _read_file(path, part, seen)
+            log.files += 1
+        log.records += [_of_node(record, number, numbers) for record in part.records]
+        log.torn += part.torn
+        log.unread += [f"{folder.name}/{text}" for text in part.unread]
+
+
+def _of_node(record: Record, number: int, numbers: Mapping[str, int]) -> Record:
+    """Return a record of a node with pids that no other node's process has."""
+    event, stamp = record.event, record.stamp
+    if isinstance(event, GenerationStarted) and event.nodes:
+        members = tuple(
+            (rank, slot, numbers.get(node, 0) * PIDS + pid, why)
+            for (rank, slot, pid, why), node in zip(event.members, event.nodes, strict=True)
+        )
+        event = replace(event, members=members)
+    elif isinstance(event, ProcessStarted | ProcessEnded):
+        event = replace(event, child_pid=number * PIDS + event.child_pid)
+    return replace(record, stamp=replace(stamp, pid=number * PIDS + stamp.pid), event=event)
 
 
 def _read_file(path: Path, log: Log, seen: set[str]) -> None:

@@ -297,7 +297,7 @@ class Progress:
         if self.total is not None:
             self.step = max(self.step, event.step or 0)
         fault = _Fault(now, event.kind, event.injured_rank, event.step, event.text, silent_s, world_size=self._world)
-        if event.kind == "stall" and event.last_mark_s is not None:
+        if event.kind in ("stall", "wedged") and event.last_mark_s is not None:
             fault.at = event.last_mark_s
         open_ones = [known for known in self._faults if known.answer is None]
         if open_ones and event.kind == "exception":
@@ -325,7 +325,7 @@ class Progress:
             fault.answer, fault.entered = event, now
             if self.total is None or (fault.step or 0) >= self.total:  # no step comes, or we are not told
                 self._tell_entered(fault)
-        if event.number and self.total is not None:
+        if event.number and self.total is not None and event.decided:
             self.step = event.restore_step or 0
 
     def _tell_late(self, entered_before: float) -> None:
@@ -365,7 +365,8 @@ def _told(fault: _Fault, back: str) -> str:
     step = f"step {(fault.step or 0) + 1}"  # the one in flight
     lost = max(0, (fault.step or 0) - (event.restore_step or 0))
     source = f", state from {event.restored_from}" if event.restored_from else ""
-    return f"{step}: {rank} {_what(fault)}; {how}{source}, {back}, {words.count(lost, 'step')} lost"
+    cost = f", {words.count(lost, 'step')} lost" if event.decided else ""  # else nodes have still to agree
+    return f"{step}: {rank} {_what(fault)}; {how}{source}, {back}{cost}"
 
 
 def _of_script(fault: _Fault, back: str) -> str:

@@ -11,6 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from everstep.goodput.core.accounting import account
+from everstep.goodput.log import read_run
+
 pytestmark = [pytest.mark.procs, pytest.mark.long, pytest.mark.timeout(400)]
 
 TRAIN = """
@@ -210,6 +213,8 @@ def test_a_node_whose_power_fails_says_nothing_and_is_given_up(far, namespaces):
     other, lost = jobs[0].ended(), jobs[1].ended()
     goes_on_alone(other)
     assert "its agent was silent for 10 s" in other.err
+    (fault,) = account(read_run(other.run_dir).records).recoveries
+    assert fault.detect_s > 8, "the ranks that were left waited all that time"
     assert lost.code == 75, lost.err[-3000:]
     assert "nobody has heard this node for 6 s" in lost.err
     apart(lost, other)

@@ -160,6 +160,20 @@ def test_a_save_that_fails_is_reported_everywhere_and_the_next_goes_on(bench, tm
     assert b.disk.problems() == (problem,)
 
 
+def test_a_step_that_was_saved_after_all_is_no_problem_any_more(bench, tmp_path):
+    hostile = [HostileFiles(), HostileFiles()]
+    b = bench(files=lambda rank: hostile[rank])
+    b.enter()
+    b.steps(1, 15)
+    hostile[1].wounds = {("write", hostile[1].calls["write"] + 1): Wound(errno.EIO)}
+    b.steps(16, 20)
+    assert len(b.disk.problems()) == 1
+    assert b.drain()
+    assert (b.tiers("failed"), b.tiers("committed")) == ([20], [10, 20])
+    assert b.disk.problems() == ()
+    check(tmp_path, 20)
+
+
 def test_a_disk_that_stays_full_fails_each_save_and_not_the_job(bench, tmp_path):
     hostile = [HostileFiles(), HostileFiles({("write", 0): Wound(errno.ENOSPC)})]
     b = bench(files=lambda rank: hostile[rank])

@@ -2,11 +2,16 @@
 
 import errno
 import os
+import shutil
+from dataclasses import replace
 
 import pytest
 
 from everstep.errors import LedgerError, UsageError
+from everstep.events import GenerationStarted, ProcessEnded, ProcessStarted, RunEnded, RunStarted
+from everstep.goodput.core.accounting import account
 from everstep.goodput.log import newest_run, read_run
+from everstep.testing.simulated_run import SimulatedFault as Fault
 from everstep.testing.simulated_run import SimulatedRun
 
 
@@ -83,3 +88,52 @@ def test_events_that_this_user_may_not_list_are_told_as_such(tmp_path, monkeypat
     monkeypatch.setattr(os, "listdir", failing)
     with pytest.raises(UsageError, match="cannot be listed: Permission denied; read it as the user who ran it"):
         read_run(tmp_path / "run")
+
+
+def _on_two_nodes(tmp_path, faults=()):
+    """The same run with rank 1 on another node, whose processes have the numbers that the first node's have."""
+    first, second = [], []
+    for record in SimulatedRun(ranks=2, steps=12, spares=0, faults=list(faults)).run():
+        event, stamp = record.event, record.stamp
+        if isinstance(event, GenerationStarted):
+            members = tuple((rank, slot, pid - rank, why) for rank, slot, pid, why in event.members)
+            roster = replace(event, members=members, nodes=("node-0", "node-1"))
+            first.append(replace(record, event=replace(roster, node="node-0")))
+            second.append(replace(record, event=replace(roster, node="node-1")))
+        elif isinstance(event, ProcessStarted | ProcessEnded) and event.name == "worker-1":
+            second.append(replace(record, event=replace(event, child_pid=event.child_pid - 1)))
+        elif stamp.role == "worker" and stamp.rank == 1:
+            second.append(replace(record, stamp=replace(stamp, pid=stamp.pid - 1)))
+        else:
+            first.append(record)
+            if isinstance(event, RunStarted | RunEnded):
+                second.append(record)
+    for folder, records in ((tmp_path / "run", first), (tmp_path / "run/node-1", second)):
+        (folder / "events").mkdir(parents=True)
+        (folder / "events" / "all.jsonl").write_text("".join(f"{record.to_json()}\n" for record in records))
+    return tmp_path / "run"
+
+
+def test_what_other_nodes_have_written_below_it_belongs_to_the_run(tmp_path):
+    ledger = account(read_run(_on_two_nodes(tmp_path)).records)
+    whole = account(SimulatedRun(ranks=2, steps=12, spares=0).run())
+    assert (ledger.errors, ledger.figures.steps) == ([], 12)
+    assert ledger.ranks == whole.ranks
+    assert len(ledger.story.sessions) == 1
+
+
+def test_a_process_of_another_node_is_not_taken_for_one_of_the_same_number_here(tmp_path):
+    ledger = account(read_run(_on_two_nodes(tmp_path, [Fault(6, 1, "exception", 0.5)])).records)
+    whole = account(SimulatedRun(ranks=2, steps=12, spares=0, faults=[Fault(6, 1, "exception", 0.5)]).run())
+    assert ledger.errors == []
+    assert ledger.ranks == whole.ranks
+    assert [row.detect_s for row in ledger.recoveries] == [row.detect_s for row in whole.recoveries]
+
+
+def test_ranks_of_which_nothing_is_here_are_named_and_make_nothing_untrue(tmp_path):
+    folder = _on_two_nodes(tmp_path, [Fault(6, 1, "exception", 0.5)])
+    shutil.rmtree(folder / "node-1")
+    ledger = account(read_run(folder).records)
+    assert (ledger.errors, ledger.figures.steps, [rank.rank for rank in ledger.ranks]) == ([], 12, [0])
+    assert [(row.step, row.rank, row.steps_lost) for row in ledger.recoveries] == [(6, 1, 0)]
+    assert any("what rank 1 did on other nodes is not in this folder" in note for note in ledger.notes)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -293,3 +294,38 @@ def test_of_a_script_without_the_library_no_step_is_told(pipe):
     progress.write(event(5.1, FaultNoticed(number=0, kind="death", noticed_by="agent node-0", injured_rank=1)))
     progress.write(event(5.4, roster(1, "started")))
     assert told(read) == "everstep: rank 1 killed (SIGKILL); all ranks begin anew after 0.40 s\n"
+
+
+def test_what_a_stopped_process_cost_is_counted_from_its_last_sign(pipe):
+    read, write = pipe
+    progress = Progress(write, terminal=False)
+    progress.write(event(0.0, STARTED))
+    progress.write(event(2.0, roster(0)))
+    progress.begun(0, 100, 2.0)
+    progress.progress(40, 3.0, 0.2, 12.0)
+    wedged = FaultNoticed(number=0, kind="wedged", noticed_by="agent", injured_rank=1, step=40, last_mark_s=12.0)
+    progress.write(event(17.0, wedged))
+    progress.write(event(17.2, roster(1, "spare", 40, "memory")))
+    progress.begun(40, 100, 17.3)
+    progress.came(0, 41, 17.5)
+    progress.came(1, 41, 17.5)
+    progress.close(18.0)
+    assert "first new step 5.50 s after the fault, 0 steps lost" in told(read)
+
+
+def test_what_is_lost_is_not_said_before_nodes_have_agreed(pipe):
+    read, write = pipe
+    progress = Progress(write, terminal=False)
+    progress.write(event(0.0, STARTED))
+    progress.write(event(2.0, roster(0)))
+    progress.begun(0, 100, 2.0)
+    progress.progress(40, 3.0, 0.2, 12.0)
+    progress.write(event(12.0, FaultNoticed(number=0, kind="death", noticed_by="agent", injured_rank=1, step=40)))
+    progress.write(event(12.2, replace(roster(1, "spare"), decided=False)))
+    progress.begun(40, 100, 12.3)
+    progress.came(0, 41, 12.5)
+    progress.came(1, 41, 12.5)
+    progress.close(13.0)
+    text = told(read)
+    assert "a spare took over, first new step 0.50 s after the fault" in text
+    assert "lost" not in text

@@ -49,7 +49,8 @@ def figures(story: Story, lanes: Sequence[Lane], floor: Sequence[int | None], tw
     """Compute them; `floor` is each generation's (standing.floors)."""
     wall_s = to_s(sum(s.end - s.start for s in story.sessions))
     whole = sum(p.end - p.start for lane in lanes for p in lane.intervals)
-    standing = [{d.step for d in lane.done if stood(d.step, floor[d.generation])} for lane in lanes]
+    told = [lane for lane in lanes if lane.rank not in story.elsewhere] or lanes
+    standing = [{d.step for d in lane.done if stood(d.step, floor[d.generation])} for lane in told]
     steps = len(set.intersection(*standing)) if standing else 0
     step_s, source = _fault_free(story, lanes, twin_step_s)
     harm = _first_harm(story)

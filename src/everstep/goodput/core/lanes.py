@@ -190,9 +190,13 @@ class LaneReader:
         for session in self.story.sessions:
             generations = [g for g in self.story.generations if g.session == session.index]
             ranks = set(range(session.opened.world_size)).union(*(g.seats for g in generations))
-            for rank in sorted(ranks):
+            for rank in sorted(ranks - (self.story.elsewhere - self._seated())):
                 self._session(lanes.setdefault(rank, Lane(rank)), session, generations)
         return [lanes[rank] for rank in sorted(lanes)]
+
+    def _seated(self) -> set[int]:
+        """Ranks that somebody held whose records are here."""
+        return {rank for generation in self.story.generations for rank in generation.seats}
 
     def _session(self, lane: Lane, session: Session, generations: list[Generation]) -> None:
         first = generations[0].start if generations else session.end

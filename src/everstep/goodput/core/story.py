@@ -12,7 +12,7 @@ Not known here: what a second was spent on (lanes), and which steps stood (accou
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from everstep.errors import LedgerError
 from everstep.events import (
@@ -22,12 +22,15 @@ from everstep.events import (
     ProcessEnded,
     ProcessStarted,
     Record,
+    Restored,
     RunEnded,
     RunStarted,
 )
 from everstep.goodput.core.axis import Axis, to_ns
 
 Moment = tuple[int, Record]
+PIDS = 1 << 32
+"""Processes of other nodes have larger numbers (goodput/log.py)."""
 NAMES_THE_CAUSE = ("death", "wedged", "stall")
 
 
@@ -113,6 +116,7 @@ class Story:
     processes: list[Process] = field(default_factory=list[Process])
     errors: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
+    elsewhere: set[int] = field(default_factory=set[int])  # ranks that stood on a node whose records are not here
 
     def process(self, pid: int, at: int) -> Process | None:
         """Return the process that had `pid` at `at`, the latest to start where several had."""
@@ -131,6 +135,12 @@ def read_story(records: Sequence[Record], until: int | None = None) -> Story:
     _processes(story)
     for session in story.sessions:
         _generations(story, session)
+    if story.elsewhere:
+        ranks = ", ".join(map(str, sorted(story.elsewhere)))
+        story.notes.append(
+            f"what rank {ranks} did on other nodes is not in this folder and counts for nothing here; copy the run "
+            "folders of those nodes into it, as node-1 and so on"
+        )
     return story
 
 
@@ -157,12 +167,17 @@ def _sessions(story: Story, until: int | None) -> None:
 
 
 def _first_records_of_lives(story: Story) -> list[Moment]:
-    """A RunStarted begins a session unless another node's agent is still in the one before."""
+    """A RunStarted begins a session unless another node's agent is still in the one before.
+
+    Where other nodes' folders lie in the first one's (goodput/log.py), the first node's agent alone begins them.
+    """
     starts: list[Moment] = []
     living: dict[str, int] = {}
     words: dict[tuple[str, int], int] = {}  # an agent's first: it owns the zygote before it has read all flags
     for at, record in story.moments:
         boot, pid = record.stamp.boot_id, record.stamp.pid
+        if pid >= PIDS:
+            continue
         if isinstance(record.event, ProcessStarted) and living.get(boot) != pid:
             words.setdefault((boot, pid), at)
         elif isinstance(record.event, RunStarted):
@@ -177,7 +192,9 @@ def _first_records_of_lives(story: Story) -> list[Moment]:
 
 def _session(index: int, start: int, record: Record, inside: list[Moment], until: int | None) -> Session:
     assert isinstance(record.event, RunStarted)
-    ends = [(at, r.event) for at, r in inside if isinstance(r.event, RunEnded)]
+    told = [(at, r) for at, r in inside if isinstance(r.event, RunEnded)]
+    firsts = [(at, r) for at, r in told if r.stamp.pid < PIDS]
+    ends = [(at, r.event) for at, r in firsts or told if isinstance(r.event, RunEnded)]
     goes_on = max((at for at, r in inside if isinstance(r.event, GenerationStarted | FaultNoticed)), default=start)
     if ends and ends[-1][0] >= goes_on:  # an end written at each restart is none
         at, closed = ends[-1]
@@ -204,10 +221,13 @@ def _processes(story: Story) -> None:
 
 
 def _generations(story: Story, session: Session) -> None:
-    begun = _rosters(story, session)
+    begun = _agreed(story, session, _rosters(story, session))
     breaks = _breaks(story, session, begun)
+    here = {event.node for _, event in _rosters_of_all(story)}
     for position, (at, event) in enumerate(begun):
         last = position == len(begun) - 1
+        away = {m[0] for m, node in zip(event.members, event.nodes, strict=False) if node not in here}
+        story.elsewhere |= away
         story.generations.append(
             Generation(
                 index=len(story.generations),
@@ -215,7 +235,7 @@ def _generations(story: Story, session: Session) -> None:
                 number=event.number,
                 start=at,
                 end=session.end if last else begun[position + 1][0],
-                seats={rank: Seat(rank, slot, pid, why) for rank, slot, pid, why in event.members},
+                seats={rank: Seat(rank, slot, pid, why) for rank, slot, pid, why in event.members if rank not in away},
                 restore_step=event.restore_step or 0,
                 restored_from=event.restored_from,
                 first=position == 0,
@@ -225,6 +245,10 @@ def _generations(story: Story, session: Session) -> None:
         )
         if not last and position not in breaks:
             story.errors.append(f"generation {event.number} was followed by another, but nothing says why it ended")
+
+
+def _rosters_of_all(story: Story) -> list[tuple[int, GenerationStarted]]:
+    return [(at, r.event) for at, r in story.moments if isinstance(r.event, GenerationStarted)]
 
 
 def _within(story: Story, session: Session) -> list[Moment]:
@@ -241,6 +265,31 @@ def _rosters(story: Story, session: Session) -> list[tuple[int, GenerationStarte
             seen.add((event.epoch, event.number))
             found.append((at, event))
     return found
+
+
+def _agreed(
+    story: Story, session: Session, begun: list[tuple[int, GenerationStarted]]
+) -> list[tuple[int, GenerationStarted]]:
+    """Where nodes agreed after the roster, its ranks say what they restored; one that ended first lost nothing itself.
+
+    What such a one would have begun from is then taken to be what the next began from.
+    """
+    if all(event.decided for _, event in begun):
+        return begun
+    said = {r.stamp.generation: r.event for _, r in _within(story, session) if isinstance(r.event, Restored)}
+    found: list[tuple[int, GenerationStarted]] = []
+    for at, event in reversed(begun):
+        later = found[-1][1] if found else None
+        restored = said.get(event.number)
+        if event.decided:
+            found.append((at, event))
+        elif restored is not None:
+            found.append((at, replace(event, restore_step=restored.step, restored_from=restored.tier)))
+        elif later is not None:
+            found.append((at, replace(event, restore_step=later.restore_step, restored_from=later.restored_from)))
+        else:
+            found.append((at, event))
+    return found[::-1]
 
 
 def _breaks(story: Story, session: Session, begun: list[tuple[int, GenerationStarted]]) -> dict[int, Break]:

@@ -238,7 +238,10 @@ class Agent:
 
     def _report(self, fault: words.Fault) -> None:
         worker = self.crew.ranks.get(fault.rank) if fault.rank is not None else None
-        self.telemetry.emit(ledger.fault(fault, worker.look().mark_s if worker is not None else None))
+        mark_s = worker.look().mark_s if worker is not None else None
+        if worker is None and fault.kind == "death":  # of another node: ours have waited for it since their last step
+            mark_s = max((w.look().mark_s for w in self.crew.ranks.values()), default=None)
+        self.telemetry.emit(ledger.fault(fault, mark_s))
 
     def _enter(self, roster: words.Roster) -> None:
         store = self.nodes.store_of(roster)
@@ -268,7 +271,7 @@ class Agent:
                 worker.page.enter(roster.generation, self.clock.now())  # it is watched from here on, heard of or not
                 worker.process.send({"kind": "world.assigned", **assigned})
         self.host.release()
-        self.telemetry.emit(ledger.generation(roster, told))
+        self.telemetry.emit(ledger.generation(roster, told, self.nodes.name))
 
     def _end_daemons(self) -> None:
         """What the last generation's functions have let go of holds ports and devices that the next one wants (LA-06).

@@ -16,8 +16,8 @@ def fault(known: words.Fault, mark_s: float | None) -> FaultNoticed:
     )  # fmt: skip
 
 
-def generation(roster: words.Roster, told: Mapping[int, Mapping[str, Any]]) -> GenerationStarted:
-    """A roster that is entered, and where its state comes from: as rank 0 was told, for all are told alike.
+def generation(roster: words.Roster, told: Mapping[int, Mapping[str, Any]], node: str = "") -> GenerationStarted:
+    """A roster that is entered on `node`, and where its state comes from: as rank 0 was told, for all are told alike.
 
     Where ranks of one step go to tiers of their own (memory, a copy on another node), the furthest is the world's.
     """
@@ -27,4 +27,5 @@ def generation(roster: words.Roster, told: Mapping[int, Mapping[str, Any]]) -> G
         epoch=roster.epoch, number=roster.generation, world_size=roster.world_size,
         members=tuple((m.rank, m.rank, m.incarnation.pid, m.why) for m in roster.members),
         restore_step=restore.get("step"), restored_from=restore.get("tier"), reason=roster.reason,
+        decided=snapshot.get("decided", True), node=node, nodes=tuple(m.node for m in roster.members),
     )  # fmt: skip

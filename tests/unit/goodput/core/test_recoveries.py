@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.events import Category, FaultNoticed, GenerationStarted, ProcessEnded, RunEnded
+from everstep.events import Category, FaultNoticed, GenerationStarted, ProcessEnded, Restored, RunEnded
 from everstep.goodput.core.accounting import account
 from everstep.testing.simulated_run import SimulatedFault as Fault
 from everstep.testing.simulated_run import SimulatedRun
@@ -116,3 +116,28 @@ def test_a_fault_that_ended_the_job_has_no_way_back():
     assert row.recovery_s is None
     assert row.restored_from is None
     assert ledger.ranks[1].seconds[Category.TAIL] == pytest.approx(1.0, abs=0.02)
+
+
+def _undecided(number, **run):
+    """The records of a run in which nodes had not agreed when roster `number` was entered."""
+    return [
+        replace(r, event=replace(r.event, restore_step=None, restored_from=None, decided=False))
+        if isinstance(r.event, GenerationStarted) and r.event.number == number
+        else r
+        for r in SimulatedRun(**run).run()
+    ]
+
+
+def test_what_nodes_agreed_on_after_the_roster_is_had_from_its_ranks():
+    run = {"ranks": 2, "steps": 12, "faults": [Fault(6, 1, "exception", 0.5)]}
+    ledger = account(_undecided(1, **run))
+    assert (ledger.figures.steps, ledger.errors) == (12, [])
+    assert ledger.recoveries == account(SimulatedRun(**run).run()).recoveries
+
+
+def test_a_generation_that_ended_before_nodes_had_agreed_took_no_step_with_it():
+    records = _undecided(1, ranks=2, steps=12, faults=[Fault(6, 1, "exception", 0.5), Fault(6, 0, "exception", 0.5)])
+    records = [r for r in records if not (isinstance(r.event, Restored) and r.stamp.generation == 1)]
+    ledger = account(records)
+    assert ledger.figures.steps == 12
+    assert [(row.steps_lost, row.restored_from) for row in ledger.recoveries] == [(0, "memory"), (0, "memory")]
