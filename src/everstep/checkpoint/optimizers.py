@@ -79,7 +79,7 @@ class OptimizerSource:
         groups = saved[self._groups_name].tree
         mine = self._group_names(self._parameters())
         theirs = [group["params"] for group in groups]
-        found: list[str] = []
+        found = self._other_class(saved[self._state_name])
         if len(mine) != len(theirs):
             found.append(f"{self._groups_name}: saved with {len(theirs)} groups, here are {len(mine)}")
         for n, (here, there) in enumerate(zip(mine, theirs, strict=False)):
@@ -124,6 +124,8 @@ class OptimizerSource:
         section, groups = saved.get(self._state_name), saved.get(self._groups_name)
         if section is None or groups is None:
             return Fitting(missing=[name for name in self.names() if name not in saved])
+        if other := self._other_class(section):
+            return Fitting(differing=other)
         mine, theirs = self._group_names(self._parameters()), [group["params"] for group in groups.tree]
         live, there = {fqn for names in mine for fqn in names}, {fqn for names in theirs for fqn in names}
         made = Fitting(
@@ -150,6 +152,12 @@ class OptimizerSource:
         else:
             made.differing.append(f"{self._groups_name}: saved with {len(theirs)} groups, here are {len(mine)}")
         return made
+
+    def _other_class(self, section: Section) -> list[str]:
+        """Say where another class of optimizer saved it, whose groups and state this one would run on as its own."""
+        kind = type(self._optimizer).__name__
+        told = f"{self._state_name} was saved by an optimizer of the class {section.kind}, and this one is {kind}"
+        return [told] if section.kind not in ("", kind) else []
 
     def _refusals(self, entries: Mapping[str, Any], section: Section, refused: Mapping[str, str]) -> list[str]:
         numbers = [n for entry in entries.values() for node in entry.values() for n in leaves_of(node) or ()]
@@ -229,7 +237,7 @@ class OptimizerSource:
         self._refuse_others(named)
         _watch(watch, self._optimizer)
         self._watch = watch
-        return collector.part(tree)
+        return collector.part(tree, kind=type(self._optimizer).__name__)
 
     def _value(self, collector: Collector, path: str, parameter: Tensor, value: Any, same: bool) -> Any:
         if not isinstance(value, Tensor):

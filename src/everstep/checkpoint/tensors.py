@@ -69,7 +69,7 @@ class Part:
     def having(self, leaves: tuple[Leaf, ...]) -> "Part":
         """Return this part with its leaves in their places."""
         section = self.section
-        placed = Section(section.name, section.tree, leaves, section.per_rank, section.text)
+        placed = Section(section.name, section.tree, leaves, section.per_rank, section.text, section.kind)
         return Part(placed, self.sources, self.late)
 
 
@@ -236,9 +236,10 @@ class Collector:
                     stride=stride, device=local.device.type, alias_of=alias, **told)  # fmt: skip
         return self._add(leaf, local).leaf
 
-    def part(self, tree: Node, *, per_rank: bool = False) -> Part:
+    def part(self, tree: Node, *, per_rank: bool = False, kind: str = "") -> Part:
         """Return what was gathered."""
-        return Part(Section(self.name, tree, tuple(self.leaves), per_rank), tuple(self.sources), frozenset(self.late))
+        section = Section(self.name, tree, tuple(self.leaves), per_rank, kind=kind)
+        return Part(section, tuple(self.sources), frozenset(self.late))
 
     def _add(self, leaf: Leaf, source: Tensor) -> Ref:
         self.leaves.append(leaf)

@@ -288,6 +288,15 @@ def refusal(path, kind="fsdp", rank=0, world=2, **more):
     return str(told.value), partial, state, inner
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_an_optimizer_of_another_class_is_refused_in_another_world_too(kind, tmp_path):
+    path = save(str(tmp_path), kind, 2, optimizer=torch.optim.Adam)
+    told, partial, state, _ = refusal(path, kind, 1, 3)
+    assert "optimizer/state was saved by an optimizer of the class Adam, and this one is AdamW" in told
+    assert any("of the class Adam" in text for text in partial.differing)
+    assert not state["optimizer"].state
+
+
 def test_what_differs_from_rank_to_rank_is_refused_by_its_name_and_the_rest_can_be_had(tmp_path):
     def change(state, rank):
         state["box"].value[0] = rank

@@ -4,12 +4,14 @@ import copy
 import math
 import random
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from everstep.checkpoint.core.layout import Layout
 from everstep.checkpoint.walk import StateWalk
 from everstep.errors import StateMismatch
 
@@ -391,6 +393,39 @@ def test_an_optimizer_over_other_parameters_is_named(keep):
     ]:
         with pytest.raises(StateMismatch, match=told):
             kept.restore(StateWalk({"model": model, "optimizer": torch.optim.SGD(parameters, 0.1)}))
+
+
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam, torch.optim.RMSprop])
+@pytest.mark.parametrize("stepped", [0, 2])
+def test_an_optimizer_of_another_class_is_named_and_nothing_of_it_is_taken(keep, other, stepped):
+    model, drawn = Tied(), Tied()
+    saved = torch.optim.Adam(model.parameters(), 0.1)
+    train(model, saved, stepped)
+    kept = keep({"model": model, "optimizer": saved})
+    live = other(drawn.parameters(), 0.5)
+    weight, groups = drawn.emb.weight.detach().clone(), dict(live.param_groups[0])
+    with pytest.raises(
+        StateMismatch, match=f"saved by an optimizer of the class Adam, and this one is {other.__name__}"
+    ):
+        kept.restore(StateWalk({"model": drawn, "optimizer": live}))
+    assert drawn.emb.weight.equal(weight)
+    partial = StateWalk({"model": drawn, "optimizer": live}).restore_what_fits(kept.layout, kept.payload)
+    assert partial.differing == (
+        f"optimizer/state was saved by an optimizer of the class Adam, and this one is {other.__name__}",
+    )
+    assert drawn.emb.weight.equal(model.emb.weight)
+    assert live.param_groups[0] == groups
+    assert not live.state
+
+
+def test_an_optimizer_whose_class_was_not_written_down_is_taken_as_it_always_was(keep):
+    model = Tied()
+    kept = keep({"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.1)})
+    unsaid = Layout(0, 1, tuple(replace(section, kind="") for section in kept.layout.sections))
+    assert b'"kind":"Adam"' in kept.layout.to_json()
+    assert Layout.from_json(kept.layout.to_json()) == kept.layout
+    assert b'"kind":"Adam"' not in unsaid.to_json()
+    StateWalk({"model": model, "optimizer": torch.optim.Adam(model.parameters())}).restore(unsaid, kept.payload)
 
 
 def test_an_object_that_refuses_its_own_state_is_named(keep):

@@ -125,6 +125,7 @@ class Section:
     leaves: tuple[Leaf, ...] = ()
     per_rank: bool = False  # the tree's plain values belong to this rank alone
     text: str | None = field(default=None, compare=False, repr=False)  # JSON of the tree, where it is known already
+    kind: str = ""  # name of the class whose state this is, where it means nothing to another (an optimizer's)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,13 @@ class Layout:
             if body["v"] != VERSION:
                 raise ValueError(f"version {body['v']}, this reader knows {VERSION}")
             sections = tuple(
-                Section(s["name"], decode(s["tree"]), tuple(map(Leaf.from_json, s["leaves"])), s.get("per_rank", False))
+                Section(
+                    s["name"],
+                    decode(s["tree"]),
+                    tuple(map(Leaf.from_json, s["leaves"])),
+                    s.get("per_rank", False),
+                    kind=s.get("kind", ""),
+                )
                 for s in body["sections"]
             )
             return cls(body["rank"], body["world_size"], sections)
@@ -190,7 +197,8 @@ class Encoder:
         tree = printed(section.tree, section.name) if section.text is None else section.text
         leaves = compact([leaf.to_json() for leaf in section.leaves]) if section.leaves else "[]"
         own = "true" if section.per_rank else "false"
-        text = f'{{"name":{compact(section.name)},"per_rank":{own},"leaves":{leaves},"tree":{tree}}}'.encode()
+        kind = f'"kind":{compact(section.kind)},' if section.kind else ""
+        text = f'{{"name":{compact(section.name)},{kind}"per_rank":{own},"leaves":{leaves},"tree":{tree}}}'.encode()
         self._texts[section.name] = (section, text)
         return text
 

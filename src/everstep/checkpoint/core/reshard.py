@@ -111,7 +111,7 @@ class _Making:
 
     def add(self, section: Section, tree: Node, leaves: Sequence[Leaf]) -> None:
         placed, self.end = place(leaves, self.end)
-        self.sections.append(Section(section.name, tree, placed, section.per_rank))
+        self.sections.append(Section(section.name, tree, placed, section.per_rank, kind=section.kind))
 
 
 def reshard(
@@ -179,7 +179,7 @@ def _in_pieces(making: _Making, name: str, ranks: Sequence[Section], wish: Wish)
     making.refused |= joined.refused
     if not joined.refused or wish.by_leaf:
         making.pieces |= pieces
-        making.add(Section(name, joined.tree, (), ranks[0].per_rank), joined.tree, joined.leaves)
+        making.add(replace(ranks[0], tree=joined.tree, leaves=(), text=None), joined.tree, joined.leaves)
 
 
 def _uncovered(leaf: Leaf, world: int, covered: int) -> str:

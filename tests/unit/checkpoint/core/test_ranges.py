@@ -2,6 +2,7 @@
 
 import itertools
 import struct
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -148,8 +149,10 @@ def test_state_beside_a_range_goes_with_it_and_a_counter_is_that_of_whoever_hold
     shape = (3, 2)
     live, _ = section("o/state", shape, 0, 4)
     want = Parts(shape, live.leaves)
-    made, saved = taken([state(shape, 0, 5, 7), state(shape, 5, 6, 7), state(shape, 6, 6, 0)], want)
+    states = [state(shape, 0, 5, 7), state(shape, 5, 6, 7), state(shape, 6, 6, 0)]
+    made, saved = taken([(replace(one, kind="AdamW"), raw) for one, raw in states], want)
     (found,) = made.layout.sections
+    assert found.kind == "AdamW", "which class saved it is known in pieces too"
     node = found.tree["w"]
     got = [v for n in node["exp_avg"].leaves for v in assembled(made, found.leaves[n], saved)]
     assert got == [0, 1, 2, 3]
