@@ -57,7 +57,7 @@ def check_machine(version: tuple, platform: str, has_venv: bool) -> None:
     if platform != "linux":
         raise CannotSetUp(
             f"`everstep run` needs Linux, and this is {platform}. "
-            "`everstep report`, `plan`, `faults plan` and `k8s` work here: pip install ."
+            "`everstep report` and `faults plan` work here: pip install ."
         )
     if not has_venv:
         raise CannotSetUp(f"Python {number} cannot make virtual environments: sudo apt-get install python{number}-venv")

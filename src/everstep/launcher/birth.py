@@ -184,7 +184,10 @@ def _run(me: session.Session, begin: Mapping[str, Any]) -> int:
             sys.path.insert(0, os.path.dirname(os.path.abspath(begin["script"])))
             _run_file(main, begin["script"])
     except SystemExit as end:
-        return _exit_code(end)
+        code = _exit_code(end)
+        if code and begun_wrapped(me) and not me.called:
+            _tell(me, end)  # a parser that refuses an argument would refuse it again
+        return code
     except KeyboardInterrupt:
         traceback.print_exc()
         return 128 + signal.SIGINT
@@ -231,6 +234,8 @@ def _tell(me: session.Session, error: BaseException) -> None:
     """Say what the script died of: one that never came to its wrapped call, or cannot be imported, is not restarted."""
     hopeless = isinstance(error, _HOPELESS) or (begun_wrapped(me) and not me.called)
     text = f"{type(error).__name__}: {_text(error)}"
+    if isinstance(error, SystemExit):
+        text = f"sys.exit({_text(error)})"
     me.send({"kind": "world.script_failed", "text": text, "hopeless": hopeless, "victim": is_victim(error)})
 
 

@@ -235,3 +235,18 @@ def test_what_ends_a_wrapped_function_ends_the_job_as_the_table_says(start, end,
     ended = start(text, "--nproc-per-node", "2").ended()
     assert ended.code == code, ended.err
     assert len(ended.of("enter")) == 2
+
+
+@pytest.mark.sample(1)
+def test_a_script_that_exits_before_its_wrapped_call_is_not_begun_again(start):
+    """A parser that refuses an argument would refuse it again: its words come once, and no restart is told of."""
+    text = (
+        "import argparse\nnote('begun')\nargparse.ArgumentParser().parse_args()\n"
+        "@everstep.resilient\ndef train(run):\n    note('enter')\ntrain()\n"
+    )
+    ended = start(text, "--nproc-per-node", "1", args=["--stepz", "3"]).ended()
+    assert ended.code == 1, ended.err
+    assert (len(ended.of("begun")), ended.of("enter")) == (1, [])
+    assert ended.err.count("unrecognized arguments: --stepz 3") == 1
+    assert "the script failed before it came to the wrapped call: " in ended.err
+    assert "sys.exit(2)" in ended.err
