@@ -266,7 +266,7 @@ class _Reader:
                 return {"kind": "closed"}, b""
             case _:
                 with memoryview(window) as view, view[: message["wanted"]] as into:
-                    return {"kind": "read", "count": source.read_into(message["name"], into, message["offset"])}, b""
+                    return {"kind": "read", "count": _filled(source, message["name"], into, message["offset"])}, b""
 
     def _source(self, path: str) -> Reading:
         with self._lock:
@@ -278,6 +278,18 @@ class _Reader:
                     raise OSError(errno.ETIMEDOUT, text, path)
                 self._open[path] = opening.reading(path)
             return self._open[path]
+
+
+def _filled(source: Reading, name: str, into: memoryview, offset: int) -> int:
+    """Read until `into` is full or the file ends: a read may give less (a page behind it that fails, a signal)."""
+    done = 0
+    while done < len(into):
+        with into[done:] as rest:  # let go of at once: an error's traceback would keep the window open
+            count = source.read_into(name, rest, offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
 
 
 def _send_more(link: Link, answer: Mapping[str, Any], content: bytes) -> None:

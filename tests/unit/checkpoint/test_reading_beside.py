@@ -7,7 +7,8 @@ import pytest
 
 from everstep.checkpoint.core import names
 from everstep.checkpoint.reading_beside import BLOCK, WINDOW, Beside, Readers, serve
-from everstep.checkpoint.storage.posix import PosixReading
+from everstep.checkpoint.storage import opening
+from everstep.checkpoint.storage.posix import Eyes, PosixReading
 from everstep.checkpoint.unreachable import failure
 from everstep.clock import SystemClock
 from everstep.errors import CheckpointError, UnreachableStorage
@@ -60,6 +61,26 @@ def test_it_reads_what_the_file_holds(place, door):
     for offset in (0, 1, BLOCK - 3, BLOCK, WINDOW - 7, SIZE - 5, SIZE, SIZE + BLOCK):
         for count in (0, 1, 10, BLOCK // 2, BLOCK + 1, WINDOW + 9):
             assert read(there, "data", offset, count) == read(plain, "data", offset, count), (offset, count)
+    there.close()
+    plain.close()
+    beside.close()
+
+
+class Stingy(Eyes):
+    """What a page behind it that cannot be had, a signal or a FUSE makes of a read: less than was asked for."""
+
+    def read(self, fd, into, offset):
+        return super().read(fd, into[:4099], offset)
+
+
+def test_a_read_that_gives_less_is_not_the_end_of_the_file(place, door, monkeypatch):
+    """A short read of a block must not be kept as the whole of it: what is behind it is there."""
+    monkeypatch.setattr(opening, "reading", lambda path: PosixReading(path, Stingy()))
+    beside, plain = Beside(door, 60.0), PosixReading(place)
+    there = beside(place)
+    for offset, count in ((0, 100), (5000, 100), (BLOCK - 50, 100), (SIZE - 20_000, 20_000), (7, WINDOW)):
+        assert there.read_into("data", memoryview(bytearray(count)), offset) > 0
+        assert read(there, "data", offset, count) == read(plain, "data", offset, count), (offset, count)
     there.close()
     plain.close()
     beside.close()
