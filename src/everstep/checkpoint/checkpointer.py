@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from everstep.checkpoint import at_exit
+from everstep.checkpoint.core.numbering import Numbering
 from everstep.checkpoint.core.retention import DEFAULT_KEEP, Keep
 from everstep.checkpoint.given import Given, check_name, given, in_our_words
 from everstep.checkpoint.handles import Book, Fate, Handle
@@ -100,7 +101,7 @@ class Checkpointer:
         self._given: Given | None = None
         self._looked = False  # a first state has been looked through
         self._begun = False  # buffers are asked for in this generation
-        self._number = 0
+        self._numbers = Numbering()
         self._last: Handle | None = None
         self._last_step = -1
         self._inherited: int | None = joined.welcome["newest"][MAIN]
@@ -132,31 +133,43 @@ class Checkpointer:
 
     def _save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Handle:
         number = check_name(step)
-        self._raise_failures()
         due = {name: number % every == 0 for name, every in self._settings.intervals.items()}
-        if not self._looked:
-            given(state)  # names that cannot be are heard of at once, not at the first step that is due
-            self._looked = True
-        if not any(due.values()):
+        try:
+            taken = self._taken(number, state, due)
+        except UsageError:
+            raise
+        except BaseException:
+            if any(due.values()):
+                self._numbers.pass_over(number)
+            raise
+        if taken is None:
             return Handle(self._book, number, Fate(number, "not due"))
-        self._check_order(number)
-        if self._settings.on_busy == "block" and due[MAIN] and self._last is not None:
-            self._last.wait()
-        taken = self._take(number, state, hold=due[MAIN])
-        self._number += 1
-        handle = self._handle(number, in_memory=not due[MAIN])
+        count = self._numbers.give(number)
+        handle = self._handle(count, number, in_memory=not due[MAIN])
         told = {name: float(value) for name, value in metrics.items()} if self.rank == 0 else {}
         for name, tier in self._tiers.items():
-            tier.taken(self._number, number, taken, due=due[name], metrics=told)
+            tier.taken(count, number, taken, due=due[name], metrics=told)
         if not self._snapshotter.poll():
             self._line.copying()
         self._last_step = number
         return handle
 
-    def _handle(self, step: int, *, in_memory: bool) -> Handle:
+    def _taken(self, step: int, state: Mapping[str, Any], due: Mapping[str, bool]) -> Taken | None:
+        self._raise_failures()
+        if not self._looked:
+            given(state)  # names that cannot be are heard of at once, not at the first step that is due
+            self._looked = True
+        if not any(due.values()):
+            return None
+        self._check_order(step)
+        if self._settings.on_busy == "block" and due[MAIN] and self._last is not None:
+            self._last.wait()
+        return self._take(step, state, hold=due[MAIN])
+
+    def _handle(self, number: int, step: int, *, in_memory: bool) -> Handle:
         if in_memory:
             return Handle(self._book, step, Fate(step, "in memory"))
-        self._last = self._book.open(self._number, step)
+        self._last = self._book.open(number, step)
         return self._last
 
     def _take(self, step: int, state: Mapping[str, Any], *, hold: bool) -> Taken:
@@ -233,6 +246,7 @@ class Checkpointer:
         )  # fmt: skip
         self._given, self._begun = None, False
         restored = restorer.restore(given(state), wanted, strict=strict)
+        self._numbers.rewound()
         self._inherited = None
         self._last_step = -1 if restored is None else restored.step
         return restored

@@ -597,6 +597,33 @@ def test_ranks_of_one_host_save_and_go_on_and_a_killed_world_loses_at_most_a_ste
     assert alone.wait() == [0]
 
 
+def test_a_failure_that_is_heard_at_different_calls_costs_the_saves_that_raised_and_no_more(tmp_path):
+    """One rank goes on, the other calls again: later saves are of one step on both, and durable."""
+
+    def body(rank):
+        ckpt = Checkpointer(tmp_path / "ckpt")
+        state = {"n": 1}
+        ckpt.save(1, state).wait(PATIENCE_S)
+        if rank == 0:
+            (tmp_path / "ckpt" / "step-2").mkdir()  # somebody else's
+        dist.barrier()
+        ckpt.save(2, state)
+        while ckpt._last.fate is None:
+            time.sleep(0.01)
+        with pytest.raises(CheckpointError, match="step 2 was not saved"):
+            ckpt.save(3, state)
+        if rank == 1:
+            ckpt.save(3, state)
+        for step in (4, 5):
+            state["n"] = step
+            assert ckpt.save(step, state).wait(PATIENCE_S).durable_step == step
+            dist.barrier()
+        ckpt.close(PATIENCE_S)
+
+    assert World(2, body, tmp_path).wait() == [0, 0]
+    assert {one.step for one in catalog.scan(str(tmp_path / "ckpt"))} == {4, 5}
+
+
 def _taken_up_by_one(tmp_path):
     """What is equal on all ranks is taken up by another number of them; what differs is refused by name."""
     ckpt = Checkpointer(tmp_path / "ckpt")
