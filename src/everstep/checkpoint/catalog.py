@@ -18,7 +18,7 @@ from everstep.checkpoint.storage.api import DISK, Found, Reading, Storage, Wound
 from everstep.checkpoint.storage.opening import Opening
 from everstep.checkpoint.storage.posix import unread
 from everstep.checkpoint.storage.retried import RetriedReading
-from everstep.checkpoint.unreachable import NOW, ONCE, Retry, is_answer, unreachable, why
+from everstep.checkpoint.unreachable import NOW, ONCE, Retry, Wearing, is_answer, unreachable, why
 from everstep.errors import CheckpointError, UsageError
 
 __all__ = ["TIER", "Found", "Wound", "discard", "listed", "newest", "newest_whole", "only_unread", "scan", "verify"]
@@ -57,7 +57,7 @@ def verify(found: Found, retry: Retry = ONCE, through: Opening = opening.reading
         return list(found.wounds)
     wounded = {wound.file for wound in found.wounds}
     left = [(name, fact) for name, fact in found.manifest.files.items() if name not in wounded]
-    source = RetriedReading(through(found.path), retry)
+    source = RetriedReading(through(found.path), Wearing(retry))
 
     def wrong(name: str, fact: FileFact) -> Wound | None:
         return _by_content(source, found.step, name, fact)

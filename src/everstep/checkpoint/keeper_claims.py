@@ -84,6 +84,7 @@ class Claims:
             return
         words = {
             "directory": hold.directory, "job": hold.job, "who": self._who, "wait_s": self._wait_s,
+            "grace_s": self._grace_s,
             "series": self._series if len(self._holds) > 1 else None,
         }  # fmt: skip
         hold.child = self._spawn("holder", ENTRY, words, self)

@@ -26,7 +26,7 @@ from everstep.checkpoint.sole import POLL_S, SoleUse
 from everstep.checkpoint.sole_objects import SoleObjects
 from everstep.checkpoint.stocktaking import take_stock
 from everstep.checkpoint.storage import opening
-from everstep.checkpoint.unreachable import Retry, deadline_s, unopened
+from everstep.checkpoint.unreachable import Retry, unopened
 from everstep.clock import SYSTEM, Clock
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.recovery.link import Link, LinkClosed
@@ -114,10 +114,15 @@ def main(
     job: str,
     who: str,
     wait_s: float,
+    grace_s: float,
     series: str | None = None,
     training: Mapping[str, str] | None = None,
 ) -> None:
-    """Entry of the process. `series`: of which training the directory must be (series.py); None: not asked."""
+    """Entry of the process.
+
+    grace_s: so long a call that fails is made again. series: of which training the directory must be (series.py);
+    None: not asked.
+    """
     del training
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # a terminal's, or a scheduler's: the keeper decides
@@ -127,8 +132,8 @@ def main(
     try:
         held = sole(directory, job, who, SYSTEM, voice.moving)
         told = held.take(who, wait_s, lambda text: voice.say("waiting", text=text))
-        own = "" if series is None else settle(directory, series, job, retry=Retry(deadline_s(), voice.moving))
-        findings = replace(take_stock(directory, told, voice.moving), series=own)
+        own = "" if series is None else settle(directory, series, job, retry=Retry(grace_s, voice.moving))
+        findings = replace(take_stock(directory, told, voice.moving, limit_s=grace_s), series=own)
         voice.say("stock", lock=held.lock, findings=json.loads(findings.to_json()))
     except EverstepError as error:
         voice.say("refused", text=str(error), code=int(error.exit_code))

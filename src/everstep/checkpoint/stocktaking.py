@@ -15,13 +15,19 @@ from everstep.clock import SYSTEM, Clock
 
 
 def take_stock(
-    directory: str, told: Sequence[str], moving: Callable[[], None] = lambda: None, clock: Clock = SYSTEM
+    directory: str,
+    told: Sequence[str],
+    moving: Callable[[], None] = lambda: None,
+    clock: Clock = SYSTEM,
+    limit_s: float | None = None,
 ) -> Findings:
     """Look at `directory`; `moving` is called whenever it has answered, or not.
 
+    limit_s: seconds for which a call that fails is made again; None: as long as one may take (`deadline_s`).
+
     UsageError where it is none, UnreachableStorage where it cannot be listed for as long as a call may take.
     """
-    retry = Retry(deadline_s(), moving, clock)
+    retry = Retry(deadline_s() if limit_s is None else limit_s, moving, clock)
     return stock_of(catalog.scan(directory, retry), told, retry)
 
 

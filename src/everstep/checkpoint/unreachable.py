@@ -130,6 +130,33 @@ class Retry:
             self._clock.sleep(min(left, pause * (1 - self._chance() / 2)))
             pause = min(MOST_S, 2 * pause)
 
+    def once(self) -> "Retry":
+        """Return what makes each call once, and tells of it as this one does."""
+        return Retry(0.0, self._moving, self._clock, worth=self._worth)
+
+
+class Wearing(Retry):
+    """Makes calls again as another does until one has failed for all of its time; each that follows is made once.
+
+    For the many calls of one look at a place: what is away is waited for once, not for every file.
+    """
+
+    def __init__(self, retry: Retry) -> None:
+        self._inner = retry
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        """See `Retry`."""
+        try:
+            return self._inner(call)
+        except OSError as error:
+            if is_none(error):
+                self._inner = self._inner.once()
+            raise
+
+    def once(self) -> Retry:
+        """See `Retry.once`."""
+        return self._inner.once()
+
 
 ONCE = Retry(0.0)
 """Each call is made once."""

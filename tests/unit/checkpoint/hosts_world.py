@@ -135,7 +135,7 @@ class SimHands:
             where = arguments["directory"]
             helper.held = sole(where, arguments["job"], arguments["who"], clock, lambda: None)
             told = helper.held.take(arguments["who"], arguments["wait_s"], self.world.waits.append)
-            findings = take_stock(where, told)
+            findings = take_stock(where, told, limit_s=arguments["grace_s"])
             stock = {"kind": "stock", "lock": helper.held.lock, "findings": json.loads(findings.to_json())}
             helper.said.append(stock)
         elif entry == place_seen.ENTRY:

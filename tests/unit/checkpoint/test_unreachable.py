@@ -13,13 +13,13 @@ from everstep.checkpoint.core import names
 from everstep.checkpoint.core.plan import choose
 from everstep.checkpoint.disk import Disk
 from everstep.checkpoint.load import open_checkpoint, open_for
-from everstep.checkpoint.stocktaking import stock_of
+from everstep.checkpoint.stocktaking import stock_of, take_stock
 from everstep.checkpoint.storage import posix
 from everstep.checkpoint.storage.fsspec_bucket import FsspecBucket
 from everstep.checkpoint.storage.objects import ObjectReading, ObjectStorage
 from everstep.checkpoint.storage.opening import retried
 from everstep.checkpoint.storage.posix import Eyes, PosixReading, PosixStorage
-from everstep.checkpoint.unreachable import FIRST_S, MOST_S, Retry, failure, is_away
+from everstep.checkpoint.unreachable import DEADLINE, FIRST_S, MOST_S, Retry, Wearing, failure, is_away
 from everstep.clock import SystemClock
 from everstep.errors import ConfigurationError, DamagedCheckpoint, ExitCode, UnreachableStorage, UsageError
 from everstep.testing import storage_rules as rules
@@ -30,6 +30,7 @@ from everstep.testing.states import rank_state
 
 LIMIT_S = 60.0
 STEPS = (20, 40, 60)
+WITHOUT_NAMES = ("listdir", "items", "read")  # no such file: what these do not say of one that a listing shows
 ERRORS = (errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.EREMOTEIO, errno.EBUSY)
 
 
@@ -113,6 +114,44 @@ def test_an_answer_is_not_asked_for_again():
     assert clock.slept == []
 
 
+def test_what_is_away_is_waited_for_once_in_a_look_and_what_passes_as_ever():
+    clock, moved = Passing(), []
+    retry = Wearing(Retry(LIMIT_S, lambda: moved.append(1), clock))
+    assert retry(failing(3)) == "yes"
+    with pytest.raises(FileNotFoundError):
+        retry(failing(1, errno.ENOENT))
+    assert retry(failing(3)) == "yes", "an answer wears nobody out"
+    before = clock.passed
+    with pytest.raises(OSError, match="no"):
+        retry(failing(10_000))
+    assert clock.passed == pytest.approx(before + LIMIT_S)
+    before, told = clock.passed, len(moved)
+    for _ in range(3):
+        with pytest.raises(OSError, match="no"):
+            retry(failing(1))
+    assert (clock.passed, len(moved)) == (before, told + 3), "at once, and whoever watches sees that it goes on"
+    assert retry(failing(0)) == "yes"
+
+
+@pytest.mark.parametrize(("given_s", "taken_s"), [(8.0, 8.0), (None, 120.0)])
+def test_one_that_cannot_be_read_holds_up_a_start_for_as_long_as_it_is_told(tmp_path, monkeypatch, given_s, taken_s):
+    """A Checkpointer's `grace`; of `everstep run` the deadline of a call. It is no wound."""
+    storage = PosixStorage(str(tmp_path), UnsyncedFiles())
+    for step in STEPS:
+        rules.save(storage, step)
+
+    def stale(self, path):
+        raise OSError(errno.ESTALE, "Stale file handle", path)
+
+    monkeypatch.setattr(Eyes, "open", stale)
+    monkeypatch.delenv(DEADLINE, raising=False)
+    clock = Passing()
+    findings = take_stock(str(tmp_path), (), clock=clock, limit_s=given_s)
+    assert findings.wounds == ()
+    assert {one.step for one in findings.unread} >= {STEPS[-1]}
+    assert clock.passed == pytest.approx(taken_s), "once, not for every checkpoint"
+
+
 # The property, over fault plans of a directory and of an object store.
 
 
@@ -126,6 +165,7 @@ class Weather:
         self.clock.passed += 0.01
         for start, end, verbs, part, code, share, rng in self.fronts:
             hit = start <= self.clock.passed < end and verb in verbs and part in str(key)
+            hit = hit and not (code == errno.ENOENT and verb in WITHOUT_NAMES)
             if hit and rng.random() < share:
                 self.struck += 1
                 raise OSError(code, os.strerror(code), str(key))
@@ -298,7 +338,8 @@ def one_world(folder, kind, seed):
         start = clock.passed + rng.random() * rng.choice([0.0, 0.3, 1.0])
         length = rng.random() * 5 if short else rng.choice([3.0, 30.0, 1e9])
         share = 1.0 if rng.random() < 0.7 else rng.random()
-        weather.fronts.append((start, start + length, verbs, part, rng.choice(ERRORS), share, rng))
+        code = rng.choice([*ERRORS, errno.ENOENT])  # of what a listing shows
+        weather.fronts.append((start, start + length, verbs, part, code, share, rng))
     try:
         outcome = begin(place, clock)
     except UnreachableStorage:

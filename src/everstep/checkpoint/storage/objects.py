@@ -11,10 +11,11 @@ Rule 2: a create whose answer was lost is asked again and meets itself: content 
 Rule 3: what a job that has lost its ownership (object_claim.py) tries to publish is refused.
 """
 
+import errno
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from everstep.checkpoint.core import names
 from everstep.checkpoint.core.manifest import FileFact, Fragment, Manifest, checksum, merge
@@ -24,7 +25,7 @@ from everstep.checkpoint.storage.api import OBJECTS, Found, Wound
 from everstep.checkpoint.storage.bucket import Bucket, Item, Upload
 from everstep.checkpoint.storage.owner import read_owner, told
 from everstep.checkpoint.storage.posix import by_size, strangers, unread
-from everstep.checkpoint.unreachable import ONCE, Retry
+from everstep.checkpoint.unreachable import ONCE, Retry, Wearing
 from everstep.errors import CheckpointError, DamagedCheckpoint, UnreachableStorage
 
 BLOCK = 8 << 20
@@ -113,7 +114,8 @@ class ObjectReading:
 
     def manifest(self) -> bytes:
         """See `Reading.manifest`."""
-        return self._bucket.get(f"{names.committed(self._step)}/{names.MANIFEST}")
+        key = f"{names.committed(self._step)}/{names.MANIFEST}"
+        return _sure(self._bucket, key, lambda: self._bucket.get(key))
 
     def _place(self) -> str:
         if self._folder is None:
@@ -133,7 +135,7 @@ class ObjectReading:
         """See `Reading.read_into`."""
         key = f"{self._place()}/{name}"
         if len(into) >= BLOCK // 2:
-            part = self._bucket.read(key, offset, len(into))
+            part = self._read(key, offset, len(into))
         else:
             number, start = divmod(offset, BLOCK)
             part = self._block(key, number)[start : start + len(into)]
@@ -146,16 +148,29 @@ class ObjectReading:
             if known is not None:
                 self._blocks.move_to_end((key, number))
                 return known
-        block = self._bucket.read(key, number * BLOCK, BLOCK)
+        block = self._read(key, number * BLOCK, BLOCK)
         with self._lock:
             self._blocks[key, number] = block
             while len(self._blocks) > BLOCKS:
                 self._blocks.popitem(last=False)
         return block
 
+    def _read(self, key: str, offset: int, count: int) -> bytes:
+        return _sure(self._bucket, key, lambda: self._bucket.read(key, offset, count))
+
     def close(self) -> None:
         """See `Reading.close`."""
         self._blocks.clear()
+
+
+def _sure(bucket: Bucket, key: str, call: Callable[[], bytes]) -> bytes:
+    """Return what `call` reads of an object. That it is not there is an answer only where no listing shows it."""
+    try:
+        return call()
+    except FileNotFoundError as error:
+        if any(item.key == key for item in bucket.items(key)):
+            raise OSError(errno.ESTALE, "it is listed, and is not found when it is read", key) from error
+        raise
 
 
 class ObjectStorage:
@@ -267,20 +282,21 @@ class ObjectStorage:
 
     def scan(self) -> list[Found]:
         """See `Storage.scan`."""
-        items = self._retry(lambda: self._bucket.items("step-"))
+        retry = Wearing(self._retry)
+        items = retry(lambda: self._bucket.items("step-"))
         found: list[Found] = []
         for item in items:
             folder, _, name = item.key.partition("/")
             step = names.step_of(folder)
             if step is not None and name == names.MANIFEST:
-                found.append(self._look(step, item, items))
+                found.append(self._look(step, item, items, retry))
         return sorted(found, key=lambda one: one.step, reverse=True)
 
-    def _look(self, step: int, item: Item, items: Iterable[Item]) -> Found:
+    def _look(self, step: int, item: Item, items: Iterable[Item], retry: Retry) -> Found:
         path = f"{self.directory}/{names.committed(step)}"
         where = f"{path}/{names.MANIFEST}"
         try:
-            manifest = parsed(where, lambda: self._retry(lambda: self._bucket.get(item.key)), step)
+            manifest = parsed(where, lambda: retry(lambda: self._manifest(item.key)), step)
         except UnreachableStorage as error:
             away = unread(step, names.MANIFEST, error.__cause__)
             return Found(step, path, None, (away,), item.changed_s, item.size, OBJECTS)
@@ -291,6 +307,9 @@ class ObjectStorage:
         sizes = {one.key.removeprefix(prefix): one.size for one in items if one.key.startswith(prefix)}
         wounds = (*by_size(step, sizes.get, manifest), *strangers(step, sizes, manifest))
         return Found(step, path, manifest, wounds, item.changed_s, manifest.total_bytes, OBJECTS)
+
+    def _manifest(self, key: str) -> bytes:
+        return _sure(self._bucket, key, lambda: self._bucket.get(key))
 
     def reading(self, step: int) -> ObjectReading:
         """See `Storage.reading`."""

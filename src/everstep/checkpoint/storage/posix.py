@@ -6,16 +6,18 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from everstep.checkpoint.core import names
 from everstep.checkpoint.core.manifest import Fragment, Manifest
 from everstep.checkpoint.fileops import FileOps, PosixFiles
 from everstep.checkpoint.publish import Describe, condemn, parsed, publish, remove
 from everstep.checkpoint.storage.api import Found, Wound
-from everstep.checkpoint.unreachable import NOW, ONCE, Retry, is_answer, why
+from everstep.checkpoint.unreachable import NOW, ONCE, Retry, Wearing, is_answer, why
 from everstep.errors import DamagedCheckpoint, UnreachableStorage
 
 PIECE = 1 << 20
+T = TypeVar("T")
 
 
 class Eyes:
@@ -58,7 +60,7 @@ class PosixReading:
         """See `Reading.manifest`."""
         made = bytearray()
         try:
-            fd = self._eyes.open(os.path.join(self.path, names.MANIFEST))
+            fd = self._opened(names.MANIFEST)
         except FileNotFoundError:
             check_place(os.path.dirname(os.path.abspath(self.path)), self._eyes)
             raise
@@ -73,7 +75,7 @@ class PosixReading:
     def size(self, name: str) -> int | None:
         """See `Reading.size`."""
         try:
-            found = self._eyes.stat(os.path.join(self.path, name))
+            found = _sure(os.path.join(self.path, name), self._eyes.stat, self._eyes)
         except FileNotFoundError:
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
@@ -82,7 +84,7 @@ class PosixReading:
         """See `Reading.read_into`. A descriptor that has failed is not read from again: the file may be another."""
         with self._lock:
             if name not in self._fds:
-                self._fds[name] = self._eyes.open(os.path.join(self.path, name))
+                self._fds[name] = self._opened(name)
             fd = self._fds[name]
         try:
             return self._eyes.read(fd, into, offset)
@@ -91,6 +93,9 @@ class PosixReading:
                 if self._fds.get(name) == fd:
                     self._failed.append(self._fds.pop(name))  # others may be reading from it
             raise
+
+    def _opened(self, name: str) -> int:
+        return _sure(os.path.join(self.path, name), self._eyes.open, self._eyes)
 
     def close(self) -> None:
         """See `Reading.close`."""
@@ -105,6 +110,16 @@ def check_place(directory: str, eyes: Eyes = EYES) -> None:
     """Raise OSError where a directory that held checkpoints has nothing of ours any more: its mount went away."""
     if not any(name.startswith(names.HIDDEN) or names.step_of(name) is not None for name in _there(directory, eyes)):
         raise OSError(errno.ENODEV, "nothing of Everstep's is there any more: a mount went away", directory)
+
+
+def _sure(path: str, call: Callable[[str], T], eyes: Eyes) -> T:
+    """Return what `call` says of `path`. "It is not there" is an answer where no listing shows it, or it is a link."""
+    try:
+        return call(path)
+    except FileNotFoundError as error:
+        if os.path.basename(path) in _there(os.path.dirname(path), eyes) and not os.path.islink(path):
+            raise OSError(errno.ESTALE, "it is listed, and is not found when it is opened", path) from error
+        raise
 
 
 def _there(directory: str, eyes: Eyes) -> list[str]:
@@ -145,9 +160,10 @@ class PosixStorage:
 
     def scan(self) -> list[Found]:
         """See `Storage.scan`."""
-        inside = self._retry(lambda: self._eyes.listdir(self.directory))
+        retry = Wearing(self._retry)
+        inside = retry(lambda: self._eyes.listdir(self.directory))
         steps = sorted((step for name in inside if (step := names.step_of(name)) is not None), reverse=True)
-        found = (look(self.folder(names.committed(step)), step, self._eyes, self._retry) for step in steps)
+        found = (look(self.folder(names.committed(step)), step, self._eyes, retry) for step in steps)
         return [one for one in found if one is not None]
 
     def reading(self, step: int) -> PosixReading:
@@ -158,8 +174,8 @@ class PosixStorage:
 def look(path: str, step: int, eyes: Eyes = EYES, retry: Retry = ONCE) -> Found | None:
     """Look at one checkpoint without reading its data; None where there is no directory, or somebody else's."""
     try:
-        changed = retry(lambda: eyes.stat(path)).st_mtime
-        inside = retry(lambda: eyes.listdir(path))
+        changed = retry(lambda: _sure(path, eyes.stat, eyes)).st_mtime
+        inside = retry(lambda: _sure(path, eyes.listdir, eyes))
     except OSError as error:
         return None if is_answer(error) else Found(step, path, None, (unread(step, names.MANIFEST, error),), 0.0, 0)
     if names.CONDEMNED in inside or not any(names.OURS_INSIDE.match(name) for name in inside):
