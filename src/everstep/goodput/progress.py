@@ -114,6 +114,7 @@ class Progress:
         self._last: tuple[float, int] | None = None  # of this generation
         self._paces: deque[float] = deque(maxlen=SAMPLES)  # seconds from step to step
         self._step_s: deque[float] = deque(maxlen=SAMPLES)  # of steps alone
+        self._floor = 0  # what the present generation began from
         self._faults: list[_Fault] = []
         self._came: dict[int, float] = {}  # when each rank has done the first new step
         self._advised = self._closed = False
@@ -296,7 +297,8 @@ class Progress:
             self._advise(event, silent_s)
         if self.total is not None:
             self.step = max(self.step, event.step or 0)
-        fault = _Fault(now, event.kind, event.injured_rank, event.step, event.text, silent_s, world_size=self._world)
+        step = event.step if self.total is None else max(event.step or 0, self._floor)  # it may not have restored yet
+        fault = _Fault(now, event.kind, event.injured_rank, step, event.text, silent_s, world_size=self._world)
         if event.kind in ("stall", "wedged") and event.last_mark_s is not None:
             fault.at = event.last_mark_s
         open_ones = [known for known in self._faults if known.answer is None]
@@ -326,7 +328,7 @@ class Progress:
             if self.total is None or (fault.step or 0) >= self.total:  # no step comes, or we are not told
                 self._tell_entered(fault)
         if event.number and self.total is not None and event.decided:
-            self.step = event.restore_step or 0
+            self.step = self._floor = event.restore_step or 0
 
     def _tell_late(self, entered_before: float) -> None:
         for fault in [known for known in self._faults if known.answer is not None]:

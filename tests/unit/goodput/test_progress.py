@@ -329,3 +329,20 @@ def test_what_is_lost_is_not_said_before_nodes_have_agreed(pipe):
     text = told(read)
     assert "a spare took over, first new step 0.50 s after the fault" in text
     assert "lost" not in text
+
+
+def test_a_fault_before_the_state_is_restored_is_told_at_the_step_that_it_began_from(pipe):
+    read, write = pipe
+    progress = Progress(write, terminal=False)
+    play(progress)
+    progress.write(event(18.0, FaultNoticed(number=1, kind="death", noticed_by="pidfd", injured_rank=1, step=60)))
+    progress.write(event(18.1, roster(2, "spare", 60, "memory")))
+    progress.write(event(18.2, FaultNoticed(number=2, kind="death", noticed_by="pidfd", injured_rank=0, step=0)))
+    progress.write(event(18.3, roster(3, "spare", 60, "memory")))
+    progress.begun(60, 100, 18.4)
+    progress.came(0, 61, 18.6)
+    progress.came(1, 61, 18.6)
+    progress.close(19.0)
+    text = told(read)
+    assert "step 61: rank 0 died" in text
+    assert "step 1:" not in text
