@@ -256,7 +256,8 @@ class Scribe:
         if not same:
             raise CheckpointError(
                 f"{self._directory} is not the directory that this job began with: its owner file is gone. A mount "
-                "went away, or somebody cleared it; bring it back, or start the job again"
+                "went away, somebody cleared it, or this node has another directory under that path than the other "
+                "nodes (all must share one); bring it back, or start the job again"
             )
 
 
