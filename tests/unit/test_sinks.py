@@ -36,7 +36,8 @@ def test_a_sink_that_fails_is_tried_again_and_what_was_lost_is_told_once(capsys)
     assert (sink.taken, other.taken) == (["a", "e"], ["a", "b", "c", "d", "e"])
     told = capsys.readouterr().err.splitlines()
     assert told == [
-        "everstep: Flaky cannot be written, events of this run are lost: [Errno 28] No space left on device",
+        "everstep: Flaky cannot be written, events of this run are lost: [Errno 28] No space left on device. "
+        "Free some space there",
         "everstep: Flaky can be written again; 3 events were lost",
     ]
 
