@@ -68,3 +68,9 @@ def merged(fittings: Mapping[str, Fitting] | list[Fitting]) -> Fitting:
         made.left_over.extend(one.left_over)
         made.differing.extend(one.differing)
     return made
+
+
+def other_class(section: Section, kind: str) -> list[str]:
+    """Say where an object of another class saved it than `kind`, which would go on with it as its own; else nothing."""
+    told = f"{section.name} was saved by an object of the class {section.kind}, and this one is {kind}"
+    return [told] if section.kind and kind and section.kind != kind else []

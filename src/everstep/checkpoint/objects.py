@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.checkpoint.core.layout import Section
 from everstep.checkpoint.core.ranges import tensors_of
 from everstep.checkpoint.core.reshard import POSITION, Wish
-from everstep.checkpoint.fitting import Fitting, Undo, taken_back
+from everstep.checkpoint.fitting import Fitting, Undo, other_class, taken_back
 from everstep.checkpoint.remake import spread_in, value_of
 from everstep.checkpoint.tensors import Part, Payload, Reading, payload_of
 from everstep.data import position_of
@@ -43,7 +45,9 @@ class ObjectSource:
         self._name = name
         self._thing = thing
         self._allow_pickle, self._lenders = allow_pickle, lenders
-        self._reading = Reading(name, per_rank=True, allow_pickle=allow_pickle)
+        # Both load what any other of their kind has saved, without a word: a StepLR's into an ExponentialLR.
+        self._kind = type(thing).__name__ if isinstance(thing, Optimizer | LRScheduler) else ""
+        self._reading = Reading(name, per_rank=True, allow_pickle=allow_pickle, kind=self._kind)
 
     def stable(self) -> list[Part]:
         """See `Source.stable`."""
@@ -58,9 +62,8 @@ class ObjectSource:
         return (self._name,)
 
     def mismatches(self, saved: Mapping[str, Section]) -> list[str]:
-        """See `Source.mismatches`; the object judges its own state when it loads it."""
-        del saved
-        return []
+        """See `Source.mismatches`; but for its class, the object judges its own state when it loads it."""
+        return other_class(saved[self._name], self._kind)
 
     def wishes(self, saved: Mapping[str, Section]) -> Mapping[str, Wish]:
         """See `Source.wishes`: a position must count for the whole world; else a shard's like is a live shard."""
@@ -79,6 +82,7 @@ class ObjectSource:
     def fitting(self, saved: Mapping[str, Section], refused: Mapping[str, str]) -> Fitting:
         """See `Source.fitting`: all or nothing, which the object decides."""
         wrong = [why for name, why in refused.items() if name == self._name or name.startswith(f"{self._name}/")]
+        wrong += other_class(saved[self._name], self._kind) if self._name in saved else []
         if wrong:
             return Fitting(differing=wrong)
         return Fitting({self._name: saved[self._name]}) if self._name in saved else Fitting(missing=[self._name])

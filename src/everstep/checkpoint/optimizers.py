@@ -22,7 +22,7 @@ from everstep.checkpoint.core.layout import ALIGNMENT, Leaf, Pieces, Ref, Sectio
 from everstep.checkpoint.core.ranges import Parts, Place, Wanted
 from everstep.checkpoint.core.rectangles import Rectangle
 from everstep.checkpoint.core.reshard import Wish
-from everstep.checkpoint.fitting import Fitting, Undo
+from everstep.checkpoint.fitting import Fitting, Undo, other_class
 from everstep.checkpoint.flat import Ranged
 from everstep.checkpoint.modules import Cut, Names, copy_pieces, cuts_differ, differences
 from everstep.checkpoint.param_groups import Groups
@@ -79,7 +79,7 @@ class OptimizerSource:
         groups = saved[self._groups_name].tree
         mine = self._group_names(self._parameters())
         theirs = [group["params"] for group in groups]
-        found = self._other_class(saved[self._state_name])
+        found = other_class(saved[self._state_name], type(self._optimizer).__name__)
         if len(mine) != len(theirs):
             found.append(f"{self._groups_name}: saved with {len(theirs)} groups, here are {len(mine)}")
         for n, (here, there) in enumerate(zip(mine, theirs, strict=False)):
@@ -124,7 +124,7 @@ class OptimizerSource:
         section, groups = saved.get(self._state_name), saved.get(self._groups_name)
         if section is None or groups is None:
             return Fitting(missing=[name for name in self.names() if name not in saved])
-        if other := self._other_class(section):
+        if other := other_class(section, type(self._optimizer).__name__):
             return Fitting(differing=other)
         mine, theirs = self._group_names(self._parameters()), [group["params"] for group in groups.tree]
         live, there = {fqn for names in mine for fqn in names}, {fqn for names in theirs for fqn in names}
@@ -152,12 +152,6 @@ class OptimizerSource:
         else:
             made.differing.append(f"{self._groups_name}: saved with {len(theirs)} groups, here are {len(mine)}")
         return made
-
-    def _other_class(self, section: Section) -> list[str]:
-        """Say where another class of optimizer saved it, whose groups and state this one would run on as its own."""
-        kind = type(self._optimizer).__name__
-        told = f"{self._state_name} was saved by an optimizer of the class {section.kind}, and this one is {kind}"
-        return [told] if section.kind not in ("", kind) else []
 
     def _refusals(self, entries: Mapping[str, Any], section: Section, refused: Mapping[str, str]) -> list[str]:
         numbers = [n for entry in entries.values() for node in entry.values() for n in leaves_of(node) or ()]

@@ -272,9 +272,15 @@ class Reading:
     """One section whose value is read anew at every step; what did not change is the part of the last time."""
 
     def __init__(
-        self, name: str, *, replicated: bool = False, per_rank: bool = False, allow_pickle: bool = False
+        self,
+        name: str,
+        *,
+        replicated: bool = False,
+        per_rank: bool = False,
+        allow_pickle: bool = False,
+        kind: str = "",
     ) -> None:
-        self._name, self._replicated, self._per_rank = name, replicated, per_rank
+        self._name, self._replicated, self._per_rank, self._kind = name, replicated, per_rank, kind
         self._allow_pickle = allow_pickle
         self._known: Plain | None = None
         self._outline: Outline | None = None
@@ -290,7 +296,7 @@ class Reading:
             made = plain(value, known)
             if made is not None:
                 if part is None or made is not known:
-                    part = Part(Section(self._name, made.value, (), self._per_rank, made.text), ())
+                    part = Part(Section(self._name, made.value, (), self._per_rank, made.text, self._kind), ())
                 self._known, self._part = made, part
                 return part
         outline, known_outline, self._outline = Outline.of(value), self._outline, None
@@ -303,7 +309,7 @@ class Reading:
         collector = Collector(self._name, self._replicated, self._per_rank, self._allow_pickle)
         tree = collector.node(self._name, value)
         collector.share()
-        return collector.part(tree, per_rank=self._per_rank)
+        return collector.part(tree, per_rank=self._per_rank, kind=self._kind)
 
 
 def _names(values: list[Any]) -> bool:

@@ -404,18 +404,30 @@ def test_an_optimizer_of_another_class_is_named_and_nothing_of_it_is_taken(keep,
     kept = keep({"model": model, "optimizer": saved})
     live = other(drawn.parameters(), 0.5)
     weight, groups = drawn.emb.weight.detach().clone(), dict(live.param_groups[0])
-    with pytest.raises(
-        StateMismatch, match=f"saved by an optimizer of the class Adam, and this one is {other.__name__}"
-    ):
+    with pytest.raises(StateMismatch, match=f"saved by an object of the class Adam, and this one is {other.__name__}"):
         kept.restore(StateWalk({"model": drawn, "optimizer": live}))
     assert drawn.emb.weight.equal(weight)
     partial = StateWalk({"model": drawn, "optimizer": live}).restore_what_fits(kept.layout, kept.payload)
     assert partial.differing == (
-        f"optimizer/state was saved by an optimizer of the class Adam, and this one is {other.__name__}",
+        f"optimizer/state was saved by an object of the class Adam, and this one is {other.__name__}",
     )
     assert drawn.emb.weight.equal(model.emb.weight)
     assert live.param_groups[0] == groups
     assert not live.state
+
+
+def test_a_scheduler_of_another_class_is_named_and_nothing_of_it_is_taken(keep):
+    def build(make):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0)
+        return {"optimizer": optimizer, "scheduler": make(optimizer)}
+
+    kept = keep(build(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)))
+    live = build(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    told = "scheduler was saved by an object of the class StepLR, and this one is ExponentialLR"
+    with pytest.raises(StateMismatch, match=told):
+        kept.restore(StateWalk(live))
+    assert told in StateWalk(live).restore_what_fits(kept.layout, kept.payload).differing
+    assert live["scheduler"].gamma == 0.5
 
 
 def test_an_optimizer_whose_class_was_not_written_down_is_taken_as_it_always_was(keep):

@@ -125,7 +125,7 @@ class Section:
     leaves: tuple[Leaf, ...] = ()
     per_rank: bool = False  # the tree's plain values belong to this rank alone
     text: str | None = field(default=None, compare=False, repr=False)  # JSON of the tree, where it is known already
-    kind: str = ""  # name of the class whose state this is, where it means nothing to another (an optimizer's)
+    kind: str = ""  # the class whose state this is, where another would take it for its own
 
 
 @dataclass(frozen=True, slots=True)
