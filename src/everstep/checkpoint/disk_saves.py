@@ -128,10 +128,11 @@ class Saves:
         self._save, commands = commit.hear(before, event)
         if before.phase is commit.Phase.ASKED and self._save.phase is commit.Phase.WRITING:
             self._all_staged(self._save)
+        save = self._save
         for command in commands:
-            self._do(self._save, command)
-        if self._save.ended:
-            self._end(self._save, size)
+            self._do(save, command)
+        if self._save is save and save.ended:  # what a command met, a line that broke, may have ended it already
+            self._end(save, size)
 
     def _all_staged(self, save: commit.Save) -> None:
         self._asked_s = self._host.clock.now()
@@ -144,7 +145,8 @@ class Saves:
             case commit.Write(rank):
                 self._order(rank, save)
             case commit.Release(rank):
-                self._shelf.release(rank, self._buffers.pop(rank))
+                if rank in self._buffers:  # its end has let go of them, where one command met another
+                    self._shelf.release(rank, self._buffers.pop(rank))
             case commit.Merge(rank):
                 self._writers.merge(rank, save.token, self.inventory.metrics.get(save.step, {}))
             case commit.Withdraw():

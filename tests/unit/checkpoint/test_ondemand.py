@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from everstep.checkpoint.core import rotation
+from everstep.checkpoint.core import commit, rotation
 from everstep.checkpoint.core.plan import MEMORY, Plan, Sealed
 from everstep.checkpoint.core.retention import Keep
 from everstep.checkpoint.load import open_checkpoint
@@ -352,6 +352,27 @@ def test_a_writer_that_dies_fails_its_save_and_the_next_goes_on(bench, tmp_path,
     assert b.fates[3] == "committed"
     check(tmp_path, 3)
     assert b.shelf.held == set()
+
+
+def test_a_save_that_ends_while_another_end_of_it_is_carried_out_ends_once(bench, tmp_path, monkeypatch):
+    """A keeper that stood still: its storage seems stuck, and the line that it would say so on has broken meanwhile."""
+    world = bench()
+    world.save(1)
+    disk, plain = world.disk, world.disk._do
+    token = disk._save.token
+
+    def meets(save, command):
+        if save.token == token:
+            disk._hear(token, commit.Refused(1, "its line broke"))
+        plain(save, command)
+
+    monkeypatch.setattr(disk, "_do", meets)
+    disk._hear(token, commit.Refused(0, "its storage is stuck"))
+    world.settle()
+    assert world.fates[1] == "failed"
+    world.save(2)
+    world.work()
+    assert world.fates[2] == "committed"
 
 
 def test_writers_that_cannot_live_fail_every_save_by_name_and_none_waits(bench):
