@@ -1,6 +1,6 @@
 """`everstep`: the command line; `wiring` puts the features of `everstep run` together.
 
-Light at the top: `report`, `faults plan` and `checkpoint ls` load no torch; `run` never does in this process.
+Light at the top: `report`, `faults plan` and `checkpoint ls` load no torch; `run` and `doctor` never do so here.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from everstep.telemetry import leave_streams, say
 _COMMANDS = {
     "report": "everstep.goodput.commands",
     "checkpoint": "everstep.checkpoint.commands",
+    "doctor": "everstep.doctor.commands",
     "faults": "everstep.faults.commands",
     "bench": "everstep.experiments.bench.commands",
 }

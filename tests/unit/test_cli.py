@@ -19,7 +19,9 @@ print(code, heavy)
 """
 
 
-@pytest.mark.parametrize("words", [["report", "--help"], ["faults", "plan", "--help"], ["checkpoint", "--help"], []])
+@pytest.mark.parametrize(
+    "words", [["report", "--help"], ["faults", "plan", "--help"], ["checkpoint", "--help"], ["doctor", "--help"], []]
+)
 def test_commands_that_only_read_load_neither_torch_nor_the_launcher(words):
     done = subprocess.run([sys.executable, "-c", LIGHT.format(words=words)], capture_output=True, text=True, check=True)
     code = "64" if not words else "0"

@@ -1,0 +1,1 @@
+"""Facts in, findings out: pure."""
