@@ -22,7 +22,7 @@ _REAP_S = 1.0
 
 
 class Trial:
-    """One child; it has been started when this returns."""
+    """One child; it has been started when this returns, where a process can be."""
 
     def __init__(
         self,
@@ -36,22 +36,29 @@ class Trial:
         """Try `name` of `everstep.doctor.child`, or run `command`."""
         words = command or [sys.executable, "-m", "everstep.doctor.child", name, json.dumps(asked)]
         self._clock, self._limit_s, self._until = clock, limit_s, clock.now() + limit_s
-        self._popen = subprocess.Popen(
-            list(words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._unborn = ""
+        try:
+            self._popen = subprocess.Popen(
+                list(words),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._unborn = f"no process can be started to try it: {error.strerror}"
 
     @property
     def pid(self) -> int:
-        """Of the child."""
-        return self._popen.pid
+        """Of the child; 0 where none could be started."""
+        return self._popen.pid if self._popen is not None else 0
 
     def collect(self) -> tuple[dict[str, Any], str]:
         """Wait for the child's end, and return what it said, and what went wrong with the child itself, or nothing."""
-        text, ended = self._read()
+        if self._popen is None:
+            return {}, self._unborn
+        text, ended = self._read(self._popen)
         facts, doing = heard(text.splitlines())
         where = f", in: {doing}" if doing else ""
         if not ended:
@@ -63,13 +70,13 @@ class Trial:
         code = self._popen.returncode
         return facts, f"the process that tried it ended with {code}{where}" if code else ""
 
-    def _read(self) -> tuple[str, bool]:
+    def _read(self, popen: subprocess.Popen[bytes]) -> tuple[str, bool]:
         """All that it prints, and whether it came to its end."""
-        assert self._popen.stdout is not None
-        fd, parts = self._popen.stdout.fileno(), list[bytes]()
+        assert popen.stdout is not None
+        fd, parts = popen.stdout.fileno(), list[bytes]()
         poll = select.poll()
         poll.register(fd, select.POLLIN)
-        with self._popen.stdout:
+        with popen.stdout:
             while (left := self._until - self._clock.now()) > 0:
                 if poll.poll(left * 1000):
                     part = os.read(fd, 1 << 16)

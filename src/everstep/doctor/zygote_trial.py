@@ -30,7 +30,7 @@ class _Said:
 
 
 class ZygoteTrial:
-    """One zygote, which has been started when this returns."""
+    """One zygote, which has been started when this returns, where a process can be."""
 
     def __init__(self, limit_s: float, clock: Clock = SYSTEM) -> None:
         self._clock, self._limit_s, self._until = clock, limit_s, clock.now() + limit_s
@@ -38,6 +38,8 @@ class ZygoteTrial:
         self._link, theirs = Link.pair()
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `collect`
         threads = dict.fromkeys(THREAD_VARIABLES, "1")
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._unborn = ""
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "everstep.launcher.zygote", str(theirs.fileno()), self._job, str(os.getpid())],
@@ -48,28 +50,29 @@ class ZygoteTrial:
                 stdout=self._printed,
                 stderr=self._printed,
             )
+        except OSError as error:
+            self._unborn = f"no process can be started: {error.strerror}"
         finally:
             theirs.close()
 
-    @property
-    def pid(self) -> int:
-        """Of the zygote."""
-        return self._popen.pid
-
     def collect(self) -> tuple[str, list[str]]:
         """Wait until it is ready, end it, and return why it cannot be (or nothing), and what it had to say."""
-        said = _Said()
+        said = _Said(trouble=self._unborn)
         try:
-            self._link.send({"argv": ["doctor.py"], "extensions": []})
-            self._link.send({"preload": []})
-            while not said.ready and not said.trouble:
-                self._hear(said)
-            self._link.send({"kind": "zygote.end"})
+            if not said.trouble:
+                self._ask(said)
         except LinkClosed:
             said.trouble = said.trouble or f"it ended before it was ready{self._last_words()}"
         finally:
             self._end()
         return said.trouble, said.notices
+
+    def _ask(self, said: _Said) -> None:
+        self._link.send({"argv": ["doctor.py"], "extensions": []})
+        self._link.send({"preload": []})
+        while not said.ready and not said.trouble:
+            self._hear(said)
+        self._link.send({"kind": "zygote.end"})
 
     def _hear(self, said: _Said) -> None:
         left = self._until - self._clock.now()
@@ -100,11 +103,14 @@ class ZygoteTrial:
     def _end(self) -> None:
         """It ends with its line; what does not is killed, with all that it has forked."""
         self._link.close()
+        self._printed.close()
+        if self._popen is None:
+            return
+        late = self._clock.now() >= self._until
         try:
-            self._popen.wait(_END_S)
+            self._popen.wait(0 if late else _END_S)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             mark.kill(self._job)
             with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
                 self._popen.wait(_END_S)
-        self._printed.close()

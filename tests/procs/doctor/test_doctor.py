@@ -1,5 +1,6 @@
 """`everstep doctor` on this machine, with all its children; and children that do not come to their end."""
 
+import errno
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import pytest
 
 from everstep.doctor.trial import MARK, Trial
+from everstep.doctor.zygote_trial import ZygoteTrial
 
 pytestmark = pytest.mark.procs
 
@@ -62,6 +64,23 @@ def test_a_child_that_does_not_end_is_given_up_with_what_it_stood_in():
     assert select.select([trial._popen.stdout], [], [], 60)[0], "it has said nothing"
     assert trial.collect() == ({"free": 7}, "no answer within 3 s, in: looking at it")
     assert not os.path.exists(f"/proc/{trial.pid}")
+
+
+@pytest.mark.long
+def test_a_zygote_that_is_never_ready_is_given_up_and_ended(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("import signal; signal.pause()\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    assert ZygoteTrial(3.0, Glances()).collect() == ("not ready within 3 s", [])
+
+
+def test_where_no_process_can_be_started_that_is_the_finding(monkeypatch):
+    def refused(*words, **settings):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    word = "Resource temporarily unavailable"
+    assert Trial("torch", {}, 60.0).collect() == ({}, f"no process can be started to try it: {word}")
+    assert ZygoteTrial(60.0).collect() == (f"no process can be started: {word}", [])
 
 
 def test_a_child_that_crashes_is_told_of():

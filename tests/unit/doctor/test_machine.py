@@ -45,6 +45,13 @@ def test_groups_of_the_first_version(proc, tmp_path, monkeypatch):
     assert (seen.limits.tasks, seen.groups, seen.oom_group) == (0, "v1", False)
 
 
+def test_what_the_user_may_still_make_counts_threads_of_all_its_processes(proc, tmp_path, monkeypatch):
+    write(proc, {"7/task/7/x": "", "7/task/9/x": "", "8/task/8/x": "", "net/x": ""})
+    monkeypatch.setattr(machine.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (10, 20))
+    assert machine.look(proc, tmp_path).limits.tasks == 7
+
+
 def test_what_is_not_there_is_not_known(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.os, "geteuid", lambda: 0)
     seen = machine.look(tmp_path, tmp_path)
