@@ -2,7 +2,7 @@
 
 usage: kill_points.py DIR list                           prints the points: process, call, count
        kill_points.py DIR run PROCESS[:CALL[:COUNT]] …   prints one JSON line a point
-       kill_points.py DIR sample SEED N                  the same for N of all points
+       kill_points.py DIR sample SEED N                  the same for N of all points but those of waiting
        kill_points.py DIR table                          all of them, as docs/results/commit-kill-points.md has it
 
 An agent with the real shelf and disk tier, two trainers with real snapshots and two real writers, each a process of its
@@ -52,6 +52,8 @@ CALLS = (
     "fallocate,fcntl,flock,dup,dup3,mmap,munmap,mprotect,memfd_create,sendmsg,recvmsg,sendto,recvfrom,poll,ppoll,select,"
     "pselect6,epoll_wait,futex,brk,madvise,ioctl,fork,clone,clone3,vfork,wait4,waitid,kill"
 )
+WAITS = frozenset(("poll", "ppoll", "select", "pselect6", "epoll_wait", "futex"))
+"""Calls that are made as often as there is to wait: thousands of times in one life, few in the next."""
 VICTIMS = ("writer-0", "writer-1", "trainer-0", "trainer-1", "agent")
 
 
@@ -437,7 +439,7 @@ def chosen(found, verb, wanted):
     known = list(points(found))
     if verb == "sample":
         seed, count = map(int, wanted)
-        return random.Random(seed).sample(known, count)
+        return random.Random(seed).sample([point for point in known if point.split(":")[1] not in WAITS], count)
     if verb == "run":
         return [point for point in known if any(point == one or point.startswith(f"{one}:") for one in wanted)]
     return known
