@@ -1,7 +1,7 @@
 """Read the surface of NVRx 0.4.1 by introspection, and write it down as tables that our tests are held to.
 
     make peers-surface        rewrites tests/unit/inprocess/nvrx/{surface,assignments}.json
-                              and tests/unit/checkpoint/nvrx/surface.json
+                              and tests/unit/{checkpoint,fault_tolerance}/nvrx/surface.json
 
 Runs in the peers' environment, where Everstep's own modules are never imported: the table must not be made from our
 code. `surface.json` holds names, kinds, bases, parameters and defaults; `assignments.json` holds what its rank
@@ -45,6 +45,22 @@ CHECKPOINT_MODULES = (
     "checkpointing.local.replication.utils", "checkpointing.utils",
 )  # fmt: skip
 """All of its checkpointing but `_torch_future`, a copy of torch's own functions for older versions of it."""
+LAUNCHER_TABLE = TABLES.parent.parent / "fault_tolerance/nvrx/surface.json"
+LAUNCHER_MODULES = (
+    "fault_tolerance.config", "fault_tolerance.data", "fault_tolerance.rank_monitor_client",
+    "fault_tolerance.rank_monitor_server", "fault_tolerance.rank_monitor_state_machine",
+)  # fmt: skip
+"""What its `fault_tolerance` hands on. Beside them the flags of its launcher, as its parser has them."""
+
+
+def launcher_flags():
+    """Return [[destination, spellings, default]] of its launcher's parser."""
+    parser = importlib.import_module(f"{PEER}.fault_tolerance.launcher").get_args_parser()
+    return [
+        [action.dest, action.option_strings, default_text(action.default)]
+        for action in parser._actions
+        if action.dest != "help"
+    ]
 
 
 def default_text(value):
@@ -275,6 +291,12 @@ def main() -> int:
     CHECKPOINT_TABLE.write_text(json.dumps(checkpoint, indent=1, sort_keys=True) + "\n")
     names = sum(len(found) for found in checkpoint["modules"].values())
     print(f"NVRx {version}: {names} names of {len(CHECKPOINT_MODULES)} modules of checkpointing")
+    launcher = {"version": version, "modules": {name: of_module(name, PEER) for name in LAUNCHER_MODULES}}
+    launcher["flags"] = launcher_flags()
+    LAUNCHER_TABLE.parent.mkdir(parents=True, exist_ok=True)
+    LAUNCHER_TABLE.write_text(json.dumps(launcher, indent=1, sort_keys=True) + "\n")
+    names = sum(len(found) for found in launcher["modules"].values())
+    print(f"NVRx {version}: {names} names and {len(launcher['flags'])} flags of its launcher")
     return 0
 
 
