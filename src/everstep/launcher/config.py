@@ -4,6 +4,7 @@ Made from the flags as the zygote's parser read them; every refusal says what wo
 """
 
 import ast
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -56,6 +57,8 @@ class LaunchConfig:
     redirects: str = "0"
     tee: str = "0"
     local_ranks_filter: str = ""
+    stdout_filters: tuple[str, ...] = ()  # lines of a shown stream that hold one of them are gathered in a file too
+    stderr_filters: tuple[str, ...] = ()
     wrapped: bool = True  # the script, or what it imports from beside it, names everstep
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])  # all of them, for the features that added some
 
@@ -145,11 +148,21 @@ class LaunchConfig:
                 raise UsageError(f"--{flag} {text!r}: give 0 to 3 for all ranks, or pairs like 0:1,1:3.")
         if not _RANKS.fullmatch(self.local_ranks_filter):
             raise UsageError(f"--local-ranks-filter {self.local_ranks_filter!r}: give local ranks like 0,2.")
+        for name, filters, bit in (("stdout", self.stdout_filters, 1), ("stderr", self.stderr_filters, 2)):
+            if filters and not any(int(text.rpartition(":")[2] or 0) & bit for text in self.tee.split(",")):
+                raise UsageError(
+                    f"--duplicate-{name}-filters gathers lines of what --tee shows, and no rank's {name} is shown; "
+                    f"add for example --tee {bit}."
+                )
+        if self.log_dir and self.log_dir != os.devnull and Path(self.log_dir).is_file():
+            raise UsageError(f"--log-dir {self.log_dir} is a file; name a folder.")
 
 
 def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
     """Check the parsed flags against one another and against the disk."""
     module, no_python, script = bool(flags["module"]), bool(flags["no_python"]), str(flags["training_script"])
+    if flags.get("run_path"):  # torchrun gives it precedence; every script is run as it says here
+        module = no_python = False
     if not module and not no_python and not Path(script).is_file():
         raise UsageError(f"the script {script!r} does not exist (looked in {Path.cwd()}); use -m for a module.")
     wrapped = not no_python and mentions_everstep(script, module=module)
@@ -187,6 +200,8 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         redirects=str(flags["redirects"]),
         tee=str(flags["tee"]),
         local_ranks_filter=str(flags["local_ranks_filter"]),
+        stdout_filters=tuple(flags.get("duplicate_stdout_filters") or ()),
+        stderr_filters=tuple(flags.get("duplicate_stderr_filters") or ()),
         wrapped=wrapped,
         flags=dict(flags),
     )

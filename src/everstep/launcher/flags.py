@@ -112,6 +112,8 @@ def parse(argv: Sequence[str], extensions: Sequence[str] = ()) -> dict[str, Any]
     """Return the flags as plain values. Raises UsageError; `--help` prints and raises SystemExit as argparse does."""
     arguments = build(extensions).parse_args(list(argv))
     given = vars(arguments)
+    if given.get("shutdown_timeout") is None:
+        given["shutdown_timeout"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # noqa: TID251 - torch's own variable
     refuse(given)
     try:
         low, high = parse_min_max_nnodes(given["nnodes"])

@@ -39,6 +39,9 @@ class Riders:
     notices: list[str] = field(default_factory=list[str])  # what the operator should know before it begins
 
 
+UNNAMED = "none"
+"""torchrun's default for --rdzv-id."""
+
 MakeRiders = Callable[[LaunchConfig], Riders]
 
 
@@ -85,7 +88,7 @@ def _run(
 ) -> int:
     nursery.start_zygote()
     flags = nursery.zygotes.ask({"argv": list(argv), "extensions": list(extensions)}, "zygote.flags")["flags"]
-    config = from_flags(flags)
+    config = named(from_flags(flags), job)
     riding = riders(config)  # what is refused leaves no folder behind
     line: Membership | None = None
     if config.endpoint is not None:
@@ -119,6 +122,11 @@ def _run(
         nursery.zygotes.ask({"preload": preload}, "zygote.ready")
         agent = Agent(config, loop, nursery, telemetry, run_dir, riding.companions, line)
         return agent.run()
+
+
+def named(config: LaunchConfig, job: str) -> LaunchConfig:
+    """Give a job of one node that was given no name a name of its own, as torchrun does."""
+    return replace(config, run_id=job) if config.nnodes == 1 and config.run_id == UNNAMED else config
 
 
 def _meet(

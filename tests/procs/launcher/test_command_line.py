@@ -1,5 +1,6 @@
 """torchrun's manners: environment, exit codes, logs; and the words with which nonsense is refused."""
 
+import json
 import os
 import signal
 import socket
@@ -41,7 +42,10 @@ def test_a_script_cannot_tell_it_from_torchrun(start):
 
 
 def test_an_unwrapped_script_begins_anew_and_its_last_failure_is_exit_code_1(start):
-    """Each start on a new store, with its own logs, kept to the last byte; whatever a rank ends by, we end with 1."""
+    """Each start on a new store, with its own logs, kept to the last byte; whatever a rank ends by, we end with 1.
+
+    Who has started us reads why in our own TORCHELASTIC_ERROR_FILE.
+    """
     text = PLAIN + (
         "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "sys.stdout.write(f'attempt {attempt} no newline')\n"
@@ -50,8 +54,9 @@ def test_an_unwrapped_script_begins_anew_and_its_last_failure_is_exit_code_1(sta
         "    [lambda: sys.exit(7), lambda: os.kill(os.getpid(), 15), lambda: 1 / 0, os.abort][int(attempt)]()\n"
         "time.sleep(100)\n"
     )
-    logs = ("--redirects", "3", "--tee", "0:1,1:3", "--log-dir", "logs")
-    job = start(text, "--nproc-per-node", "2", "--max-restarts", "3", *logs, wrapped=False)
+    logs = ("--redirects", "3", "--tee", "0:1,1:3", "--log-dir", "logs", "--duplicate-stdout-filters", "mpt 1,mpt 3")
+    surroundings = {"TORCHELASTIC_ERROR_FILE": "why.json"}
+    job = start(text, "--nproc-per-node", "2", "--max-restarts", "3", *logs, wrapped=False, env=surroundings)
     ended = job.ended()
     assert ended.code == 1
     assert "all 3 restarts that --max-restarts allows are used: death of rank 1 (ended by signal 6)" in ended.err
@@ -60,8 +65,13 @@ def test_an_unwrapped_script_begins_anew_and_its_last_failure_is_exit_code_1(sta
     assert len({n["pid"] for n in ended.of("sum")}) == 8
     ends = [e["status"] for e in ended.events("ProcessEnded") if e["child_rank"] == 1]
     assert ends in ([7, -15, 1, -6], [7, -15, -9, -6])  # who has told of its exception may be ended before it ends
+    assert "all 3 restarts" in json.loads((job.folder / "why.json").read_text())["message"]["message"]
+    (run,) = (job.folder / "logs").iterdir()  # as torchrun: a new folder for each run
     for attempt in range(4):
-        folder = job.folder / "logs" / f"attempt_{attempt}"
+        folder = run / f"attempt_{attempt}"
+        gathered = folder / "filtered_stdout.log"
+        lines = sorted(gathered.read_text().splitlines()) if gathered.exists() else []
+        assert lines == [f"[default{rank}]:attempt {attempt} no newline" for rank in "01" if attempt in (1, 3)]
         assert [(folder / rank / "stdout.log").read_text() for rank in "01"] == [f"attempt {attempt} no newline"] * 2
         for rank in (0, 1):
             assert f"[default{rank}]:attempt {attempt} no newline" in ended.out.splitlines()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("yaml", reason="needs PyYAML, which is not installed here")
 from everstep.fault_tolerance.config import FaultToleranceConfig, sections
 
 SURFACE = json.loads((Path(__file__).parent / "nvrx/surface.json").read_text())

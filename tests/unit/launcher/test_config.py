@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import ConfigurationError, UsageError
-from everstep.launcher.agent.worker import Standing, environment_of, plan_logs, stream_of
+from everstep.launcher.agent.worker import Standing, environment_of, log_root, plan_logs, stream_of
 from everstep.launcher.config import LaunchConfig, from_flags, mentions_everstep, writable
 from everstep.launcher.preload import top_level_imports
 
@@ -107,6 +107,24 @@ def test_an_unwritable_folder_is_an_error_with_its_name(tmp_path):
 )
 def test_redirects_as_torchrun_writes_them(text, rank, bits):
     assert stream_of(text, rank) == bits
+
+
+def test_each_run_has_a_folder_of_its_own_in_the_log_directory(tmp_path):
+    named = LaunchConfig(script="x.py", log_dir=str(tmp_path / "logs"), run_id="job7")
+    first, second = log_root(named, tmp_path), log_root(named, tmp_path)
+    assert first != second
+    assert first.parent == tmp_path / "logs"
+    assert first.name.startswith("job7_")
+    assert log_root(LaunchConfig(script="x.py"), tmp_path) == tmp_path / "logs"
+    (tmp_path / "file").touch()
+    assert log_root(LaunchConfig(script="x.py", log_dir=str(tmp_path / "file" / "x")), tmp_path).name == "none"
+
+
+def test_logs_that_go_nowhere_have_no_error_file_either(tmp_path):
+    nowhere = LaunchConfig(script="x.py", log_dir=os.devnull, redirects="3", tee="3")
+    logs = plan_logs(nowhere, log_root(nowhere, tmp_path), 0, 0)
+    assert (logs.stdout, logs.stderr, logs.tee_stdout, logs.error_file) == ("", "", False, "")
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_log_of_an_earlier_start_is_written_into(tmp_path):

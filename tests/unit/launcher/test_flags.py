@@ -1,13 +1,17 @@
 """The command line: torchrun's own parser, and the words with which nonsense is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
+from torch.distributed import argparse_util
 from torch.distributed.run import get_args_parser
 
 from everstep.errors import EverstepError
 from everstep.launcher import flags
 from everstep.launcher.config import from_flags
+from everstep.launcher.core.unlike import REFUSED
+from everstep.launcher.run import named
 
 EXTENSIONS = ("everstep.faults.flags:add_run_arguments",)
 
@@ -39,6 +43,11 @@ def script(tmp_path):
         (("--redirects", "4"), "0 to 3"),
         (("--tee", "0:x"), "0 to 3"),
         (("--local-ranks-filter", "one"), "local ranks"),
+        (("--duplicate-stdout-filters", "loss", "--tee", "2"), "no rank's stdout is shown"),
+        (("--duplicate-stderr-filters", "loss", "--tee", "0:1,1:1"), "no rank's stderr is shown"),
+        (("--log-dir", __file__), "name a folder"),
+        (("--logs-specs", "mine"), "does not do it"),
+        (("--virtual-local-rank",), "does not do it"),
         (("-m", "--no-python"), "contradict"),
         (("--numa-binding", "node"), "does not do it"),
         (("--signals-to-handle", "SIGUSR1"), "hears no other"),
@@ -97,21 +106,67 @@ def test_the_help_says_what_restarts_mean_here():
     assert "worker group restarts" not in told
 
 
-def test_the_page_has_each_of_torch_s_flags():
-    page = (Path(__file__).parents[3] / "docs/launcher.md").read_text()
-    table = page[page.index("## torchrun's flags") : page.index("## Assumptions")]
-    own = ("-h", "--help")
-    every = [flag for action in get_args_parser()._actions for flag in action.option_strings if flag not in own]
-    missing = [flag for flag in every if "_" not in flag and f"`{flag}`" not in table]
-    assert not missing, f"docs/launcher.md says nothing of torchrun's {', '.join(missing)}"
+PAGE = Path(__file__).parents[3] / "docs/launcher-flags.md"
+NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def rows_of(title):
+    """Return the table below a title as (flags, variable, what it does here, tests)."""
+    below = PAGE.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    return [[cell.strip() for cell in line.split(" | ")] for line in below.splitlines() if line.startswith("| `")]
+
+
+def test_the_page_has_each_of_torch_s_flags_its_variable_and_a_test():
+    """A flag that a new torch adds fails here until the page says what it does; one that an old one lacks may stand."""
+    rows = rows_of("torchrun's flags")
+    told = {flag: row for row in rows for flag in re.findall(r"`(--?[a-z-]+)`", row[0])}
+    for action in get_args_parser()._actions:
+        for flag in (flag for flag in action.option_strings if "_" not in flag and flag not in ("-h", "--help")):
+            assert flag in told, f"docs/launcher-flags.md says nothing of torchrun's {flag}"
+            variable = told[flag][1].replace("STDOUT", "STDERR") if "stderr" in flag else told[flag][1]
+            has_one = isinstance(action, (argparse_util.env, argparse_util.check_env))
+            assert variable == (f"PET_{action.dest.upper()}" if has_one else "–"), flag
     spellings = {flag for action in flags.build(EXTENSIONS)._actions for flag in action.option_strings}
-    assert set(every) <= spellings
+    assert {flag for action in get_args_parser()._actions for flag in action.option_strings} <= spellings
 
 
-def test_torchrun_s_grace_is_ours(script):
+@pytest.mark.parametrize("row", rows_of("torchrun's flags"), ids=lambda row: row[0].strip("|` "))
+def test_each_row_names_a_test_that_exists_or_is_refused_by_one(row, root):
+    named = NAMED.findall(row[3])
+    assert named, row
+    assert [test for file, test in named if f"def {test}(" not in (root / file).read_text()] == []
+    if row[2].startswith("refused"):
+        assert [flag for flag in re.findall(r"--([a-z-]+)", row[0]) if flag.replace("-", "_") not in REFUSED] == []
+
+
+def test_whatever_is_refused_has_a_row_that_says_so():
+    refused = {
+        flag for row in rows_of("torchrun's flags") if row[2].startswith("refused") for flag in row[0].split("`")
+    }
+    assert {f"--{name.replace('_', '-')}" for name in REFUSED} <= refused
+
+
+def test_a_job_of_one_node_without_a_name_gets_one(script):
+    """torchrun's `none` would be the same for all jobs of a machine."""
+    assert named(from_flags(flags.parse([script], EXTENSIONS)), "a1").run_id == "a1"
+    assert named(from_flags(flags.parse(["--rdzv-id", "mine", script], EXTENSIONS)), "a1").run_id == "mine"
+    two = ["--nnodes", "2", "--node-rank", "0", script]
+    assert named(from_flags(flags.parse(two, EXTENSIONS)), "a1").run_id == "none"  # the nodes must agree on it
+
+
+def test_a_path_to_run_comes_before_a_module_and_another_program(script):
+    for other in ("-m", "--no-python"):
+        config = from_flags(flags.parse(["--run-path", other, script], EXTENSIONS))
+        assert (config.module, config.no_python, config.script) == (False, False, script)
+
+
+def test_torchrun_s_grace_is_ours(script, monkeypatch):
     given = vars(flags.build(EXTENSIONS).parse_args([script]))
     if "shutdown_timeout" not in given:
         pytest.skip("this torch has no --shutdown-timeout")
     assert from_flags(flags.parse(["--shutdown-timeout", "33", script], EXTENSIONS)).grace_s == 33.0
     assert from_flags(flags.parse(["--shutdown-timeout", "33", "--grace", "4", script], EXTENSIONS)).grace_s == 4.0
     assert from_flags(flags.parse([script], EXTENSIONS)).grace_s == 15.0
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "22")
+    assert from_flags(flags.parse([script], EXTENSIONS)).grace_s == 22.0
+    assert from_flags(flags.parse(["--shutdown-timeout", "33", script], EXTENSIONS)).grace_s == 33.0

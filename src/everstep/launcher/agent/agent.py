@@ -15,7 +15,7 @@ from typing import Any
 from everstep.clock import Clock
 from everstep.errors import EverstepError, ExitCode
 from everstep.events import Notice, RunEnded
-from everstep.launcher.agent import ledger
+from everstep.launcher.agent import error_file, ledger
 from everstep.launcher.agent.crew import Crew
 from everstep.launcher.agent.ending import Ending
 from everstep.launcher.agent.examine import Examiner
@@ -27,7 +27,7 @@ from everstep.launcher.agent.single import Single
 from everstep.launcher.agent.stores import Stores
 from everstep.launcher.agent.together import Together
 from everstep.launcher.agent.watch import INTERVAL_S, Watch
-from everstep.launcher.agent.worker import Worker
+from everstep.launcher.agent.worker import Worker, log_root
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.core import limits
 from everstep.launcher.nodes.api import Nodes
@@ -60,9 +60,8 @@ class Agent:
         self.run_dir = run_dir
         self.clock: Clock = loop.clock
         self.nodes: Nodes = Single(self) if line is None else Together(self, line)
-        log_root = Path(config.log_dir) if config.log_dir else run_dir / "logs"
         self.hearing = Hearing(self)
-        self.crew = Crew(config, nursery, log_root, self.hearing.heard, self._gone, self.clock)
+        self.crew = Crew(config, nursery, log_root(config, run_dir), self.hearing.heard, self._gone, self.clock)
         self.host = AgentHost(self, companions)
         self.examiner = Examiner(loop)
         self.watch = Watch(limits.Own(config.soft_timeout_s, config.hard_timeout_s, config.first_timeout_s))
@@ -364,6 +363,7 @@ class Agent:
             if code == 0:
                 code, reason = int(ExitCode.FAILED), text
             self.telemetry.emit(Notice(text=text, level="error", closing=True))
+        error_file.hand_on(self.crew.error_files, self.world.causes, code, reason)
         self.host.close()
         self.nodes.close()
         self.telemetry.emit(RunEnded(code=code, reason=reason))

@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from string import Template
 from typing import Any
 
+from everstep import environ
 from everstep.clock import Clock
 from everstep.launcher.agent import worker as workers
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.process import Process
-from everstep.launcher.agent.tails import Tail, tails_of
+from everstep.launcher.agent.tails import Streams, Tail, prefix_of, tails_of
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.nodes.core.places import places
@@ -42,6 +45,8 @@ class Crew:
         self._next_slot = config.nproc
         self._cwd = os.getcwd()  # now: it may be removed while the job runs
         self._logs_failed = False
+        self._prefix = environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        self.error_files: dict[words.Incarnation, str] = {}  # of all that have begun, what torch's `@record` writes
         self._umask = os.umask(0)
         os.umask(self._umask)
         self.ranks: dict[int, Worker] = {}  # of the present roster; the dead stay until the next one
@@ -128,10 +133,14 @@ class Crew:
         environment = workers.environment_of(
             self._nursery.environment, config, self._standing(worker), attempt, store, logs.error_file
         ) | mark.words(self._nursery.job, worker.process.number)
+        self.error_files[worker.incarnation] = logs.error_file
         shown = (logs.stdout if logs.tee_stdout else "", logs.stderr if logs.tee_stderr else "")
-        self._tails += tails_of(config.role, place, *shown)
+        prefix = prefix_of(self._prefix, config.role, worker.rank, place)
+        self._tails += tails_of(prefix, Streams(shown, (config.stdout_filters, config.stderr_filters)))
         here = {"cwd": self._cwd, "umask": self._umask}
-        worker.process.send(workers.begin_message(config, worker, environment, assigned) | here)
+        # torchrun's one macro: an argument may hold ${local_rank}
+        own = replace(config, arguments=tuple(Template(a).safe_substitute(local_rank=place) for a in config.arguments))
+        worker.process.send(workers.begin_message(own, worker, environment, assigned) | here)
 
     def local_of(self, rank: int) -> list[int]:
         """Return the place of a rank of ours on this node, and how many places there are."""

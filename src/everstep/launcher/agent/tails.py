@@ -1,4 +1,5 @@
-"""`--tee`: what workers write into their log files is shown on the console too, with torchrun's prefix.
+"""`--tee`: what workers write into their log files is shown on the console too, with torchrun's prefix, and what
+`--duplicate-stdout-filters` and its like name is gathered in one file an attempt.
 
 Rule 1: the worker writes to a file and never waits for a reader; we read behind it, a bounded amount a round.
 Rule 2: nor do we wait: nothing is written unless the console takes it. What it does not take stays in the file, and is
@@ -6,9 +7,12 @@ Rule 2: nor do we wait: nothing is written unless the console takes it. What it 
 Rule 3: a closed console ends the showing, not the job (LA-23). A line without an end (a progress bar) is cut.
 """
 
+import contextlib
 import os
 import select
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from string import Template
 
 _MOST_A_ROUND = 1 << 16
 _LONGEST_LINE = 1 << 14
@@ -52,12 +56,30 @@ class Console:
 
 
 @dataclass(eq=False)
+class Gathered:
+    """A file that lines of several ranks are gathered in: appended to, so that no other attempt's are lost."""
+
+    path: str
+
+    def clear(self) -> bool:
+        """Nothing waits, ever."""
+        return True
+
+    def put(self, data: bytes) -> None:
+        """Append whole lines; a full disk loses them, and ends nothing."""
+        if data:
+            with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:
+                file.write(data)
+
+
+@dataclass(eq=False)
 class Tail:
     """One file that is followed."""
 
     path: str
     prefix: str
-    console: Console
+    console: Console | Gathered
+    needles: tuple[bytes, ...] = ()  # only lines with one of them; all lines where there is none
     fd: int = -1
     rest: bytes = b""
 
@@ -79,6 +101,8 @@ class Tail:
         return False
 
     def _show(self, lines: list[bytes]) -> None:
+        if self.needles:
+            lines = [line for line in lines if any(needle in line for needle in self.needles)]
         self.console.put(b"".join(self.prefix.encode() + line + b"\n" for line in lines))
 
     def close(self) -> None:
@@ -94,7 +118,30 @@ class Tail:
 _consoles = {fd: Console(fd) for fd in (1, 2)}
 
 
-def tails_of(role: str, rank: int, stdout: str, stderr: str) -> list[Tail]:
-    """Follow the streams whose paths are given."""
-    prefix = f"[{role}{rank}]:"
-    return [Tail(path, prefix, _consoles[fd]) for path, fd in ((stdout, 1), (stderr, 2)) if path]
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """What is shown of one worker: the files of its streams, empty where one is not, and what to gather of each."""
+
+    files: tuple[str, str]  # stdout, stderr
+    filters: tuple[Sequence[str], Sequence[str]] = ((), ())
+
+
+def tails_of(prefix: str, streams: Streams) -> list[Tail]:
+    """Follow the streams whose files are given."""
+    found: list[Tail] = []
+    for path, wanted, fd, name in zip(streams.files, streams.filters, (1, 2), ("stdout", "stderr"), strict=True):
+        if not path:
+            continue
+        found.append(Tail(path, prefix, _consoles[fd]))
+        if wanted:
+            attempt = os.path.dirname(os.path.dirname(path))
+            needles = tuple(text.encode() for text in wanted)
+            found.append(Tail(path, prefix, Gathered(os.path.join(attempt, f"filtered_{name}.log")), needles))
+    return found
+
+
+def prefix_of(template: str | None, role: str, rank: int, local_rank: int) -> str:
+    """Return what stands before each line: torchrun's `[role0]:`, or its TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
+    if not template:
+        return f"[{role}{local_rank}]:"
+    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)

@@ -1,6 +1,7 @@
 """What the agent knows of one worker, and what a worker is told when it gets a rank."""
 
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,7 @@ class Logs:
     @property
     def error_file(self) -> str:
         """What torch's `@record` writes into."""
-        return str(self.folder / "error.json")
+        return "" if str(self.folder) == os.devnull else str(self.folder / "error.json")
 
 
 WORDS: Mapping[str, Mapping[str, type]] = {
@@ -123,8 +124,26 @@ def stream_of(text: str, local_rank: int) -> int:
     return _STREAMS.get(found.get(str(local_rank), "0"), 0)
 
 
+def log_root(config: LaunchConfig, run_dir: Path) -> Path:
+    """Return where the logs of this run go: as with torchrun a new folder in `--log-dir`, named after the job.
+
+    One that cannot be made is found by `plan_logs`, for each worker.
+    """
+    if not config.log_dir:
+        return run_dir / "logs"
+    if config.log_dir == os.devnull:
+        return Path(os.devnull)
+    try:
+        os.makedirs(config.log_dir, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{config.run_id}_", dir=config.log_dir))
+    except OSError:
+        return Path(config.log_dir) / config.run_id
+
+
 def plan_logs(config: LaunchConfig, root: Path, attempt: int, local_rank: int) -> Logs:
     """Choose the files of one worker's start; a folder that exists is never written into again (LA-25)."""
+    if str(root) == os.devnull:  # torchrun's way to say that nothing is to be written
+        return Logs(root)
     folder = root / f"attempt_{attempt}" / str(local_rank)
     number = 1
     while folder.exists():

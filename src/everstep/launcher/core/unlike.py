@@ -5,7 +5,7 @@ from typing import Any
 
 from everstep.errors import UsageError
 
-REFUSED = ("duplicate_stderr_filters", "duplicate_stdout_filters", "logs_specs", "numa_binding", "virtual_local_rank")
+REFUSED = ("logs_specs", "numa_binding", "virtual_local_rank")
 """Flags that mean something we do not do."""
 HEARD = frozenset(("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"))
 """The signals that end a job, as torchrun's default has them."""
