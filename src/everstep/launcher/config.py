@@ -45,6 +45,7 @@ class LaunchConfig:
     max_restarts: int | None = None
     min_world_size: int | None = None
     replacement_timeout_s: float | None = None
+    death_timeout_s: float | None = None
     grace_s: float = GRACE_S
     soft_timeout_s: float | None = None
     hard_timeout_s: float | None = None
@@ -87,6 +88,8 @@ class LaunchConfig:
             )
         if limit is not None and not 0 <= limit < float("inf"):
             raise UsageError(f"--replacement-timeout {limit:g}: seconds, 0 or more.")
+        if self.death_timeout_s is not None and not 0 < self.death_timeout_s < float("inf"):
+            raise UsageError(f"--death-timeout {self.death_timeout_s:g}: seconds, more than 0.")
         if least is not None and not self.wrapped:
             raise UsageError(
                 f"--min-world-size {least}: the ranks that are left go on in a wrapped function, and neither "
@@ -124,6 +127,8 @@ class LaunchConfig:
             max_restarts=self.max_restarts, deaf=not self.wrapped,
             min_world_size=self.min_world_size, replace_deadline_s=limit,
         )  # fmt: skip
+        if self.death_timeout_s is not None:
+            known = replace(known, death_deadline_s=self.death_timeout_s)
         return replace(known, start_deadline_s=max(known.start_deadline_s, limit or 0.0))
 
     @property
@@ -188,6 +193,7 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         max_restarts=flags["max_restarts"],
         min_world_size=flags.get("min_world_size"),
         replacement_timeout_s=flags.get("replacement_timeout"),
+        death_timeout_s=flags.get("death_timeout"),
         grace_s=grace_s(flags, GRACE_S),
         soft_timeout_s=flags.get("soft_timeout"),
         hard_timeout_s=flags.get("hard_timeout"),

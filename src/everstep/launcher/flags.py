@@ -66,6 +66,13 @@ def build(extensions: Sequence[str]) -> argparse.ArgumentParser:
         default=None,
         help="Seconds between asking everything to end and SIGKILL (default 15, or what --shutdown-timeout says).",
     )
+    add(
+        "death-timeout",
+        type=float,
+        default=None,
+        help="Seconds for which the death of a killed rank is awaited: SIGKILL does not end who waits inside the "
+        "kernel. Then the job ends with code 75, and nothing has begun in its place (default 120).",
+    )
     add("preload", type=str, default=None, help="Modules that the zygote imports beforehand, or `none`.")
     add("run-dir", type=str, default=None, help="Folder of this run's events, logs and report.")
     add("checkpoint-dir", type=str, default=None, help="Where checkpoints are committed; none without it.")

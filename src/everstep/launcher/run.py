@@ -24,6 +24,7 @@ from everstep.launcher.nodes.core.endpoint import Endpoint
 from everstep.launcher.nodes.joining import Meeting
 from everstep.launcher.nodes.membership import Membership
 from everstep.launcher.preload import top_level_imports
+from everstep.process import kernel
 from everstep.process.loop import Loop
 from everstep.recovery.api import Companion
 from everstep.telemetry import JsonLines, Sink, Telemetry, say
@@ -72,7 +73,8 @@ def main(argv: Sequence[str], extensions: Sequence[str], riders: MakeRiders, ver
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C: we are ending as fast as can be
         left = nursery.close()
         if left:
-            say(f"processes {', '.join(map(str, left))} do not end, not even by SIGKILL: they wait inside the kernel")
+            places = ", ".join(f"{pid} ({kernel.place(pid)})" for pid in left)
+            say(f"processes {places} do not end, not even by SIGKILL: they wait inside the kernel")
         loop.close()
 
 

@@ -90,6 +90,18 @@ def status(pid: int) -> Status | None:
     )
 
 
+def place(pid: int) -> str:
+    """Where in the kernel a process waits, as well as we may know it: "state D, in request_wait_answer"."""
+    found = status(pid)
+    if found is None:
+        return "gone"
+    try:
+        where = Path(f"/proc/{pid}/wchan").read_text().strip("\0\n 0")
+    except OSError:
+        where = ""
+    return f"state {found.state}" + (f", in {where}" if where else "")
+
+
 def give_memory_back() -> None:
     """Have the C library return what has been freed to the kernel; nothing where it cannot (musl)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

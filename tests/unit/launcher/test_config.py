@@ -45,6 +45,7 @@ def script(tmp_path, text: str, name: str = "train.py") -> str:
         ({"nproc": 3, "min_world_size": 4}, "give 1 to 3"),
         ({"min_world_size": 0}, "keeps its size"),
         ({"replacement_timeout_s": -1.0}, "0 or more"),
+        ({"death_timeout_s": 0.0}, "more than 0"),
         ({"min_world_size": 1, "wrapped": False}, "leave the flag out"),
     ],
 )
@@ -65,6 +66,11 @@ def test_impossible_launches_are_refused_with_the_mend(settings, mend):
 def test_how_long_a_replacement_is_awaited(settings, known):
     policy = LaunchConfig(script="x.py", nproc=3, **settings).policy
     assert (policy.min_world_size, policy.replace_deadline_s, policy.start_deadline_s) == known
+
+
+def test_how_long_the_death_of_a_killed_rank_is_awaited():
+    assert LaunchConfig(script="x.py").policy.death_deadline_s == 120.0
+    assert LaunchConfig(script="x.py", death_timeout_s=7.0).policy.death_deadline_s == 7.0
 
 
 def test_a_script_that_does_not_exist_is_named(tmp_path):

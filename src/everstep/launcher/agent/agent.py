@@ -127,6 +127,7 @@ class Agent:
     def _tick(self) -> None:
         now = self.clock.now()
         self.nursery.reap()
+        self.nursery.look_for_undying(now)
         if self.ending is None:
             self.nursery.patrol({w.process.pid for w in self.crew if w.begun})
             self._look(now)
@@ -344,6 +345,7 @@ class Agent:
     def end(self, command: words.End) -> None:
         """The job is over: everybody here ends."""
         if self.ending is None:
+            command = replace(command, reason="; ".join([command.reason, *self.nursery.undying]))
             self.ending = Ending(
                 command, self.loop, self.nursery, self.crew, self.config.grace_s, self.notice,
                 lambda: self.nodes.cut_off or self.host.drained(completed=False),

@@ -9,7 +9,7 @@ Rule 3: a script may do anything for as long as it likes once its wrapped call h
         might do its work, will not end by itself.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from everstep.launcher.agent.worker import Worker
@@ -24,6 +24,8 @@ EXIT_S = 600.0
 NEXT_TO_NOTHING = 0.0002
 """Of a core: what it costs to answer a question now and then; a transfer at a few KB/s uses more."""
 ANSWERS_S = 0.02
+UNDYING_S = 5.0
+"""From SIGKILL on: a large process may need a second or two for its memory."""
 
 
 @dataclass
@@ -80,6 +82,23 @@ class Deaf:
                 worker.process.send({"kind": "world.probe"})
         waiting = [w.process.pid for w in asked if w.probe_sent is not None]
         return [pid for pid in waiting if self._counts[pid] >= self.looks]
+
+
+@dataclass
+class Undying:
+    """Notes since when a process that has had SIGKILL is still there, by pid (LA-08)."""
+
+    limit_s: float = UNDYING_S
+    _since: dict[int, float] = field(default_factory=dict[int, float])
+    told: set[int] = field(default_factory=set[int])
+
+    def look(self, killed: Collection[int], now: float) -> list[int]:
+        """Return, once each, those that have been dying for longer than the limit."""
+        self._since = {pid: self._since.get(pid, now) for pid in killed}
+        self.told &= self._since.keys()
+        late = [pid for pid, since in self._since.items() if now - since > self.limit_s and pid not in self.told]
+        self.told.update(late)
+        return late
 
 
 class Unwatched:

@@ -15,7 +15,7 @@ from typing import Any
 
 from everstep import environ
 from everstep.events import Notice, ProcessEnded, ProcessStarted
-from everstep.launcher.agent.frozen import HELPER_LOOKS, Stopped
+from everstep.launcher.agent.frozen import HELPER_LOOKS, Stopped, Undying
 from everstep.launcher.agent.process import OnExit, OnMessage, Process
 from everstep.launcher.agent.zygotes import Zygotes
 from everstep.process import kernel, mark
@@ -61,7 +61,7 @@ class Nursery:
         self.processes: dict[int, Process] = {}
         self.environment: dict[str, str] = {}
         self.zygotes = Zygotes(loop, self, self.reap, os.getpid())
-        self._stopped = Stopped(HELPER_LOOKS)
+        self._stopped, self._undying = Stopped(HELPER_LOOKS), Undying()
         self.barren_for = ""
         self.home = boot_id()  # where the processes that are born here live
         self.spared: set[int] = set()  # children of ours that are to outlive us
@@ -243,6 +243,20 @@ class Nursery:
         """Kill what is stopped and not watched by others: a dead helper is replaced, a stopped one waited for."""
         for pid in self._stopped.look(pid for pid in (self.zygotes.pid, *self.processes) if pid not in watched):
             kernel.kill(pid)
+
+    def look_for_undying(self, now: float) -> None:
+        """Tell, once each, of processes that SIGKILL does not end: they wait in the kernel, on storage or a driver."""
+        killed = [pid for pid, process in self.processes.items() if process.killed]
+        for pid in self._undying.look(killed, now):
+            self.notice(f"{self._dying(pid)}, {self._undying.limit_s:g} s after SIGKILL")
+
+    @property
+    def undying(self) -> Sequence[str]:
+        """Those that were told of and are still there, with where they wait."""
+        return [self._dying(pid) for pid in self._undying.told if pid in self.processes]
+
+    def _dying(self, pid: int) -> str:
+        return f"{self.processes[pid].name} (pid {pid}) does not die: {kernel.place(pid)}"
 
     def _identity(self, pid: int) -> Incarnation:
         stat = kernel.status(pid)

@@ -192,7 +192,14 @@ def give_up_by(world: World) -> float:
     since, policy = world.since or 0.0, world.policy
     if world.phase is Phase.DRAINING:
         return since + policy.drain_deadline_s
-    return since + policy.start_deadline_s + (policy.stop_deadline_s if world.roster else 0.0)
+    if world.roster is None:
+        return since + policy.start_deadline_s
+    limit_s = policy.start_deadline_s
+    if world.phase is Phase.GATHERING and any(
+        True for _ in awaited(world)
+    ):  # SIGKILL does not end who waits in state D
+        limit_s = policy.death_deadline_s
+    return since + policy.stop_deadline_s + limit_s
 
 
 def finish_by(world: World) -> float | None:

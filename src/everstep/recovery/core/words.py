@@ -291,7 +291,8 @@ class Policy:
     patience: int = 10  # faults of any kind without progress that end it
     deaf: bool = False  # members cannot be told to leave (a script without the wrapper): a stop ends them
     stop_deadline_s: float = 10.0  # from Stop to Arrived; then Kill
-    start_deadline_s: float = 600.0  # for the first processes, for deaths, and for the store; then End
+    start_deadline_s: float = 600.0  # for the first processes, for fresh ones, and for the store; then End
+    death_deadline_s: float = 120.0  # after `stop_deadline_s`, for deaths of those that are killed; then End
     drain_deadline_s: float = 600.0  # for the last intended checkpoints
     finish_deadline_s: float = 1800.0  # for the others to come to their ends where one has ended badly after the end
     local_world_size: int | None = None  # ranks that this node starts with; None: all of them

@@ -429,12 +429,15 @@ def test_no_process_to_go_on_with_is_the_fault_of_the_node():
 
 
 def test_a_process_that_cannot_be_killed_ends_the_job():
-    agent = Agent(2, start_deadline_s=50, stop_deadline_s=10)
+    agent = Agent(2, start_deadline_s=500, stop_deadline_s=10, death_deadline_s=50)
     agent.raise_in(0)
     agent.arrive(0)
-    agent.now = 60
-    kill, end = agent.say(Ticked())
+    agent.now = 10
+    (kill,) = agent.say(Ticked())
     assert isinstance(kill, Kill)
+    assert wake_at(agent.world) == 60
+    agent.now = 60
+    (end,) = agent.say(Ticked())
     assert end == End(75, "generation 1 waited 60 s for the death of rank 1 (boot.1.0); before it, exception of rank 0")
 
 
