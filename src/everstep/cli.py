@@ -18,6 +18,7 @@ _COMMANDS = {
     "report": "everstep.goodput.commands",
     "checkpoint": "everstep.checkpoint.commands",
     "doctor": "everstep.doctor.commands",
+    "ps": "everstep.operator.ps",
     "faults": "everstep.faults.commands",
     "bench": "everstep.experiments.bench.commands",
 }

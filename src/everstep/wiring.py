@@ -29,6 +29,7 @@ EXTENSIONS = (
     "everstep.faults.flags:add_run_arguments",
     "everstep.checkpoint.flags:add_run_arguments",
     "everstep.checkpoint.peer_flags:add_run_arguments",
+    "everstep.launcher.control.flags:add_run_arguments",
 )
 """What adds flags to torchrun's parser, by name: it runs in the zygote."""
 

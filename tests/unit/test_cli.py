@@ -20,7 +20,15 @@ print(code, heavy)
 
 
 @pytest.mark.parametrize(
-    "words", [["report", "--help"], ["faults", "plan", "--help"], ["checkpoint", "--help"], ["doctor", "--help"], []]
+    "words",
+    [
+        ["report", "--help"],
+        ["faults", "plan", "--help"],
+        ["checkpoint", "--help"],
+        ["doctor", "--help"],
+        ["ps", "--help"],
+        [],
+    ],
 )
 def test_commands_that_only_read_load_neither_torch_nor_the_launcher(words):
     done = subprocess.run([sys.executable, "-c", LIGHT.format(words=words)], capture_output=True, text=True, check=True)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from everstep import environ
 from everstep.errors import ConfigurationError, UsageError
+from everstep.launcher.control.core.place import LOOPBACK, Place, place_of
 from everstep.launcher.core.unlike import grace_s
 from everstep.launcher.nodes.core.endpoint import Endpoint, endpoint_of
 from everstep.launcher.nodes.core.register import WIRE, node_name
@@ -61,6 +63,7 @@ class LaunchConfig:
     stdout_filters: tuple[str, ...] = ()  # lines of a shown stream that hold one of them are gathered in a file too
     stderr_filters: tuple[str, ...] = ()
     wrapped: bool = True  # the script, or what it imports from beside it, names everstep
+    control: Place | None = LOOPBACK  # where operators are answered; None: nowhere
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])  # all of them, for the features that added some
 
     def __post_init__(self) -> None:
@@ -209,6 +212,7 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         stdout_filters=tuple(flags.get("duplicate_stdout_filters") or ()),
         stderr_filters=tuple(flags.get("duplicate_stderr_filters") or ()),
         wrapped=wrapped,
+        control=place_of(flags, environ.get("EVERSTEP_CONTROL_ENDPOINT")),
         flags=dict(flags),
     )
 

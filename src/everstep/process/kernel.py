@@ -12,6 +12,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
 _PF_EXITING = 0x4  # <linux/sched.h>
 _TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def _prctl(option: int, value: int | bytes) -> None:
@@ -100,6 +101,14 @@ def place(pid: int) -> str:
     except OSError:
         where = ""
     return f"state {found.state}" + (f", in {where}" if where else "")
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory that `pid` has in use, pages that it shares included; 0 where nobody is there."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
 
 
 def give_memory_back() -> None:

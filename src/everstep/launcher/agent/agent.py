@@ -16,6 +16,7 @@ from everstep.clock import Clock
 from everstep.errors import EverstepError, ExitCode
 from everstep.events import Notice, RunEnded
 from everstep.launcher.agent import error_file, ledger
+from everstep.launcher.agent.control import Control
 from everstep.launcher.agent.crew import Crew
 from everstep.launcher.agent.ending import Ending
 from everstep.launcher.agent.examine import Examiner
@@ -62,7 +63,7 @@ class Agent:
         self.nodes: Nodes = Single(self) if line is None else Together(self, line)
         self.hearing = Hearing(self)
         self.crew = Crew(config, nursery, log_root(config, run_dir), self.hearing.heard, self._gone, self.clock)
-        self.host = AgentHost(self, companions)
+        self.host = AgentHost(self, [*companions, Control(self)])
         self.examiner = Examiner(loop)
         self.watch = Watch(limits.Own(config.soft_timeout_s, config.hard_timeout_s, config.first_timeout_s))
         self.world = world.begin(self.nodes.name, config.policy)

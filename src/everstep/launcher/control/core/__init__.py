@@ -1,0 +1,1 @@
+"""Decisions of the end point: no sockets, no clock."""

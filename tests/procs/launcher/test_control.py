@@ -1,0 +1,148 @@
+"""An operator looks at jobs that run: what is told, to whom, and that looking costs the job nothing."""
+
+import json
+import os
+import signal
+import socket
+import stat
+
+import pytest
+
+from everstep import cli
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
+
+TRAIN = """
+@everstep.resilient
+def train(run):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in run.steps(100_000, model=model, optimizer=optimizer):
+        model(torch.full((2, 4), float(step))).sum().backward()
+        for parameter in model.parameters(): dist.all_reduce(parameter.grad)
+        optimizer.step(); optimizer.zero_grad()
+        note("step", step=step) if step == 2 else None
+        time.sleep(0.01)
+train()
+"""
+
+
+def asked(capsys, *words):
+    """Run a command here; return its exit code, what it printed, and what it said."""
+    capsys.readouterr()
+    code = cli.main(list(words))
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def control_of(job):
+    return json.loads((job.run_dir / "control.json").read_text())
+
+
+def steps(told):
+    return {p["rank"]: p["step"] for node in told["nodes"] for p in node["processes"] if p["rank"] is not None}
+
+
+def test_a_running_job_is_looked_at_by_those_who_may(start, capsys, monkeypatch):
+    job = start(TRAIN, "--nproc-per-node", "2")
+    job.wait_for("step", 2)
+    run = str(job.run_dir)
+    code, out, err = asked(capsys, "ps", run, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    by_role = {process["role"]: process for process in told["nodes"][0]["processes"]}
+    assert by_role.keys() >= {"agent", "zygote", "store", "rank", "spare"}
+    assert by_role["agent"]["pid"] == job.process.pid
+    assert set(steps(told)) == {0, 1}
+    assert min(steps(told).values()) >= 1
+    code, out, _ = asked(capsys, "ps", run)
+    assert code == 0
+    assert "rank 1" in out
+
+    control = control_of(job)
+    assert stat.S_IMODE((job.run_dir / "control.json").stat().st_mode) == 0o600
+    assert control["address"] == "127.0.0.1"
+    where = f"127.0.0.1:{control['port']}"
+    monkeypatch.setenv("EVERSTEP_TOKEN", "another")
+    code, out, err = asked(capsys, "ps", where, "--json")
+    assert (code, out) == (64, "")
+    assert "control.json" in err
+    monkeypatch.setenv("EVERSTEP_TOKEN", control["token"])
+    assert asked(capsys, "ps", where, "--json")[0] == 0
+    monkeypatch.setenv("EVERSTEP_RUN_DIR", run)
+    assert asked(capsys, "ps", "--json")[0] == 0
+
+    crowd = crowd_at(control["port"], 1000)
+    before = min(steps(json.loads(asked(capsys, "ps", run, "--json")[1])).values())
+    for _ in range(10_000):
+        if min(steps(json.loads(asked(capsys, "ps", run, "--json")[1])).values()) > before + 5:
+            break
+    else:
+        raise AssertionError("the job stands still")
+    for line in crowd:
+        line.close()
+    job.process.terminate()
+    ended = job.ended()
+    assert ended.events("FaultNoticed") == []
+    assert not (job.run_dir / "control.json").exists()
+    code, _, err = asked(capsys, "ps", run)
+    assert code == 1
+    assert "is over" in err
+
+
+@pytest.mark.long
+def test_any_agent_answers_for_all_nodes_and_one_that_does_not_is_named(start, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    base = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    jobs = [start(TRAIN, *base, "--node-rank", str(number)) for number in range(2)]
+    folders = [jobs[0].run_dir, jobs[1].run_dir / "node-1"]
+    for job in jobs:
+        job.wait_for("step")
+    for folder in folders:
+        code, out, err = asked(capsys, "ps", str(folder), "--json")
+        assert code == 0, err
+        assert steps(json.loads(out)).keys() == {0, 1}
+    assert asked(capsys, "ps", str(jobs[1].run_dir), "--json")[0] == 0, "the folder above node-1's leads there too"
+    os.kill(jobs[1].process.pid, signal.SIGSTOP)
+    try:
+        for _ in range(1000):  # an answer is kept for a moment
+            code, out, err = asked(capsys, "ps", str(folders[0]), "--json")
+            if code:
+                break
+    finally:
+        os.kill(jobs[1].process.pid, signal.SIGCONT)
+    assert code == 1
+    assert steps(json.loads(out)).keys() == {0}
+    assert "node-1 did not answer" in err
+    jobs[0].process.terminate()
+    for job in jobs:
+        job.ended()
+
+
+@pytest.mark.long
+def test_a_job_runs_as_well_where_its_end_point_cannot_be(start, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        job = start("print('done')", "--control-endpoint", taken, wrapped=False)
+        ended = job.ended()
+    assert ended.code == 0
+    assert taken in ended.err
+    job = start("print('done')", "--control-endpoint", "none", wrapped=False)
+    assert job.ended().code == 0
+    assert start("print('done')", "--control-endpoint", "x:y", wrapped=False).ended().code == 64
+
+
+def crowd_at(port, count):
+    """Connections that say nothing, garble, or ask and do not read."""
+    lines = []
+    for number in range(count):
+        line = socket.socket()
+        line.setblocking(False)
+        line.connect_ex(("127.0.0.1", port))
+        try:
+            line.send((b"", b"\x16\x03\x01", b"GET /v1/ps HTTP/1.1\r\n\r\n")[number % 3])
+        except OSError:
+            pass
+        lines.append(line)
+    return lines
