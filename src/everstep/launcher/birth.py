@@ -10,24 +10,20 @@ import atexit
 import contextlib
 import importlib
 import importlib.util
+import json
 import os
-import random
 import runpy
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import numpy as np
-import torch
-
 from everstep import environ
-from everstep.launcher import console
+from everstep.launcher import console, fresh
 from everstep.process import kernel, mark, stacks
 from everstep.process.page import Page
 from everstep.recovery import session
@@ -41,6 +37,7 @@ _HOPELESS = (SyntaxError, ImportError)
 
 def live(order: Mapping[str, Any], fds: list[int]) -> int:
     """Be what the agent ordered; return the exit code."""
+    fds = fresh.high(fds)
     link = Link.from_fd(fds[0])
     try:
         go, _ = link.receive()  # the agent has our pidfd and knows who we are
@@ -52,7 +49,7 @@ def live(order: Mapping[str, Any], fds: list[int]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    environ.replace(order["environment"] | mark.words(order["job"], order["order"]))
+    environ.replace(fresh.environment(order["environment"] | mark.words(order["job"], order["order"])))
     if order["role"] == "helper":
         return _help(link, order)
     return _work(link, order, go, fds)
@@ -95,9 +92,11 @@ def _named(dotted: str) -> Callable[..., Any]:
 
 
 def _work(link: Link, order: Mapping[str, Any], go: Mapping[str, Any], fds: list[int]) -> int:
+    with fresh.low_taken():
+        page = Page(fds[1], stacks=True)
     me = session.Session(
         link=link,
-        page=Page(fds[1], stacks=True),
+        page=page,
         job=order["job"],
         run_dir=Path(order["run_dir"]),
         slot=order["slot"],
@@ -120,17 +119,24 @@ def _work(link: Link, order: Mapping[str, Any], go: Mapping[str, Any], fds: list
 def _begin(me: session.Session, begin: Mapping[str, Any]) -> int:
     """This process has a rank: be what torchrun would have started, and run the script."""
     _redirect(begin["stdout"], begin["stderr"])
-    environ.replace(begin["environment"])
     with contextlib.suppress(OSError):  # it has been removed: we stand in it all the same
         os.chdir(begin["cwd"])
     os.umask(begin["umask"])
-    if begin["program"] is not None:
-        return _become(me, begin["program"], begin["environment"])
+    program = _program(me, begin)
+    if program:
+        return _become(me, program, begin["environment"])
+    environ.replace(fresh.environment(begin["environment"]))
+    fresh.unfork(begin["threads"])
+    return run(me, begin)
+
+
+def run(me: session.Session, begin: Mapping[str, Any]) -> int:
+    """Run the script in this process; return its exit code."""
+    fresh.interpreter(_words(begin))
     me.slot = me.telemetry.slot = begin["slot"]
     me.telemetry.rank = begin["rank"]
     me.assigned = begin["assigned"]
     session.install(me)
-    _fresh_randomness(begin["threads"])
     if begin["prepare"]:
         me.send({"kind": "world.listens", "signal": stacks.listen(me.page.stacks_fd)})
         _named(begin["prepare"])(me)
@@ -140,9 +146,37 @@ def _begin(me: session.Session, begin: Mapping[str, Any]) -> int:
     return code
 
 
+def _program(me: session.Session, begin: Mapping[str, Any]) -> list[str] | None:
+    """Return what is exec'd in this process's place: another program, or, for a cold start, a fresh interpreter."""
+    if begin["program"] is not None:
+        return list(begin["program"])
+    if not begin["cold"]:
+        return None
+    if not begin["prepare"]:
+        return [sys.executable, *_words(begin)]
+    return [sys.executable, "-u", "-m", "everstep.launcher.cold", *map(str, pack(me, begin))]
+
+
+def pack(me: session.Session, begin: Mapping[str, Any]) -> list[int]:
+    """Return descriptors that the new interpreter inherits: the line, the page, and what it is to be."""
+    told = os.memfd_create("everstep-begin", os.MFD_CLOEXEC)
+    known = {"job": me.job, "run_dir": str(me.run_dir), "slot": me.slot, "incarnation": str(me.incarnation)}
+    with open(told, "w", closefd=False) as file:
+        json.dump(known | {"begin": dict(begin)}, file)
+    fds = [me.link.fileno(), me.page.stacks_fd, told]
+    for fd in fds:
+        os.set_inheritable(fd, True)
+    return fds
+
+
+def _words(begin: Mapping[str, Any]) -> list[str]:
+    """Return what torchrun would start the interpreter with."""
+    module = ["-m"] if begin["module"] else []
+    return ["-u", *module, begin["script"], *begin["arguments"]]
+
+
 def _become(me: session.Session, program: list[str], environment: Mapping[str, str]) -> int:
     """Run another program in this process; returns only when there is none."""
-    os.set_inheritable(me.link.fileno(), False)
     try:
         os.execvpe(program[0], program, environment)
     except OSError as error:
@@ -163,36 +197,31 @@ def _redirect(stdout: str, stderr: str) -> None:
     console.renew()
 
 
-def _fresh_randomness(threads: int) -> None:
-    """Draw seeds as a fresh interpreter would (Python's own fork hook has reseeded `random` already)."""
-    random.seed()
-    np.random.seed()
-    torch.seed()
-    torch.set_num_threads(threads)
-
-
 def _run(me: session.Session, begin: Mapping[str, Any]) -> int:
     sys.argv = [begin["script"], *begin["arguments"]]
     main = ModuleType("__main__")
+    main.__dict__.update({"__builtins__": sys.modules["builtins"], "__annotations__": {}, "__cached__": None})
     sys.modules["__main__"] = main
     try:
         if begin["module"]:
-            sys.path.insert(0, os.getcwd())
+            if not sys.flags.safe_path:
+                sys.path.insert(0, os.getcwd())
             _find_module(begin["script"])
             runpy._run_module_as_main(begin["script"])  # type: ignore[attr-defined]  # noqa: SLF001 - what `python -m` runs
         else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(begin["script"])))
+            if not sys.flags.safe_path:
+                sys.path.insert(0, os.path.dirname(os.path.realpath(begin["script"])))
             _run_file(main, begin["script"])
     except SystemExit as end:
         code = _exit_code(end)
         if code and begun_wrapped(me) and not me.called:
             _tell(me, end)  # a parser that refuses an argument would refuse it again
         return code
-    except KeyboardInterrupt:
-        traceback.print_exc()
+    except KeyboardInterrupt as error:
+        _show(error)
         return 128 + signal.SIGINT
     except BaseException as error:  # noqa: BLE001 - what the interpreter itself does with an uncaught exception
-        sys.excepthook(type(error), error, error.__traceback__)
+        _show(error)
         _tell(me, error)  # the agent may end us at once: the traceback comes before
         return 1
     return 0
@@ -210,13 +239,22 @@ def _find_module(name: str) -> None:
 
 def _run_file(main: ModuleType, path: str) -> None:
     """Run a script as the interpreter does: in a `__main__` that lives as long as the process."""
-    loader = SourceFileLoader("__main__", path)
+    path = os.path.abspath(path)
     main.__file__ = path
-    main.__loader__ = loader
-    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    main.__loader__ = SourceFileLoader("__main__", path)
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
+        code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, main.__dict__)
+
+
+def _show(error: BaseException) -> None:
+    """Print an uncaught exception as the interpreter does, without the frames that stand above a script only here."""
+    below = error.__traceback__
+    while below is not None and below.tb_frame.f_code.co_filename == __file__:
+        below = below.tb_next
+    if below is not None or isinstance(error, SyntaxError):
+        error.__traceback__ = below
+    sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _exit_code(end: SystemExit) -> int:

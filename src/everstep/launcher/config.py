@@ -53,6 +53,7 @@ class LaunchConfig:
     hard_timeout_s: float | None = None
     first_timeout_s: float | None = None
     preload: tuple[str, ...] = ()
+    cold: bool = False  # each worker is a new interpreter
     master_port: int | None = None
     role: str = "default"
     run_id: str = "none"
@@ -202,6 +203,7 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         hard_timeout_s=flags.get("hard_timeout"),
         first_timeout_s=flags.get("first_timeout"),
         preload=tuple(name for name in preload.split(",") if name and name != "none"),
+        cold=preload == "none",
         master_port=flags.get("master_port"),
         role=str(flags["role"]),
         run_id=str(flags["rdzv_id"]),

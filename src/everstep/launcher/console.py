@@ -31,12 +31,14 @@ def renew() -> None:
     """Give this process new standard streams on descriptors 1 and 2, as `python -u` makes them."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name, None)
+        raw = Unfailing(fd, "wb", closefd=False)  # raw, as the interpreter's own under -u
+        raw.name = f"<{name}>"
         stream = io.TextIOWrapper(
-            Unfailing(fd, "wb", closefd=False),  # raw, as the interpreter's own under -u
+            raw,
             encoding=getattr(old, "encoding", None) or "utf-8",
             errors=getattr(old, "errors", None) or "backslashreplace",
-            line_buffering=True,
             write_through=True,
         )
+        stream.mode = "w"  # type: ignore[misc] # the interpreter's own have it too
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

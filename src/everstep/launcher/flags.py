@@ -73,7 +73,13 @@ def build(extensions: Sequence[str]) -> argparse.ArgumentParser:
         help="Seconds for which the death of a killed rank is awaited: SIGKILL does not end who waits inside the "
         "kernel. Then the job ends with code 75, and nothing has begun in its place (default 120).",
     )
-    add("preload", type=str, default=None, help="Modules that the zygote imports beforehand, or `none`.")
+    add(
+        "preload",
+        type=str,
+        default=None,
+        help="Modules that are imported once for all workers (default: the script's own top-level imports), or `none`: "
+        "each worker is a new interpreter.",
+    )
     add("run-dir", type=str, default=None, help="Folder of this run's events, logs and report.")
     add("checkpoint-dir", type=str, default=None, help="Where checkpoints are committed; none without it.")
     add("checkpoint-interval", type=int, default=None, help="Steps from one checkpoint to the next (default 100).")

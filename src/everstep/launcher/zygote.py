@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from everstep.errors import EverstepError, ExitCode
+from everstep.launcher import fresh
 from everstep.process import kernel, mark
 from everstep.recovery.link import Link, LinkClosed
 
@@ -78,7 +79,9 @@ _began_threads: list[str] = []
 
 def _parse(link: Link) -> bool:
     """Read the command line for the agent. False when there is nothing more to do (an error, or --help)."""
-    from everstep.launcher import flags  # noqa: PLC0415 - torch is imported here and not before the link is up
+    importlib.import_module("torch")  # here and not before the link is up
+    fresh.users_imports_done()
+    from everstep.launcher import flags  # noqa: PLC0415 - likewise
 
     order, _ = link.receive()
     try:
@@ -230,6 +233,7 @@ def _listen_for_the_end(agent: int, job: str) -> None:
 
 def main(argv: list[str]) -> int:
     """Prepare, say ready, serve. Returns the exit code of the zygote, or of whatever a child ran."""
+    fresh.begin()
     link, job = Link.from_fd(int(argv[0])), argv[1]
     _listen_for_the_end(int(argv[2]), job)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -254,6 +258,7 @@ def _prepare(link: Link) -> bool:
     order, _ = link.receive()
     try:
         _import(BASE_IMPORTS, link, required=True)
+        fresh.own_imports_done()
         loaded = _import(tuple(order["preload"]), link, required=False)
     except LinkClosed:
         raise

@@ -74,6 +74,9 @@ class Nursery:
         self.environment = environ.snapshot() | mark.words(self.job)
         # torch asks for the name of every address that a store's client connects to: a lost packet must not cost 5 s.
         self.environment.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+        self.environment.setdefault(
+            "TORCH_CPP_LOG_LEVEL", "error"
+        )  # else each lost peer is told of by every rank's C++
         self.environment.setdefault("PYTHONHASHSEED", str(int.from_bytes(os.urandom(4), "little")))  # Z5: one a job
         self.zygotes.start()
 

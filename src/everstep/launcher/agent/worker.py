@@ -10,6 +10,7 @@ from typing import Any
 from everstep.errors import ProtocolError
 from everstep.launcher.agent.process import Process
 from everstep.launcher.config import LaunchConfig
+from everstep.launcher.core.unlike import HEARD
 from everstep.process.page import Page, Reading
 from everstep.recovery.core.words import Facts, Incarnation
 
@@ -184,7 +185,7 @@ def environment_of(
     error_file: str,
 ) -> dict[str, str]:
     """The variables that torchrun would set for this rank, over the agent's own."""
-    return dict(base) | {
+    found = dict(base) | {
         "RANK": str(standing.rank),
         "LOCAL_RANK": str(standing.local),
         "GROUP_RANK": str(standing.group),
@@ -201,18 +202,25 @@ def environment_of(
         "TORCHELASTIC_RUN_ID": config.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": str(config.flags.get("signals_to_handle") or ",".join(HEARD)),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0" if config.wrapped else "1"),
+    }
+    if config.nproc > 1:
+        found["OMP_NUM_THREADS"] = base.get("OMP_NUM_THREADS") or "1"
+    if config.wrapped:
         # Torch's own watchdogs would end the survivors of a fault (EXPERIMENTS N2); a user's own values win. What they
         # dump on an error is announced in the store, to all later groups too, and keeps those from ending for minutes.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0" if config.wrapped else "1"),
-        "TORCH_NCCL_ENABLE_MONITORING": base.get("TORCH_NCCL_ENABLE_MONITORING", "0" if config.wrapped else "1"),
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": base.get("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0" if config.wrapped else "1"),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": base.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0" if config.wrapped else "1"),
-        "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS") or ("1" if config.nproc > 1 else _default_threads()),
-    }
+        found = {f"TORCH_NCCL_{name}": "0" for name in _WATCHDOGS} | found
+    return found
 
 
-def _default_threads() -> str:
-    return str(len(os.sched_getaffinity(0)))
+_WATCHDOGS = ("ENABLE_MONITORING", "RETHROW_CUDA_ERRORS", "DUMP_ON_TIMEOUT")
+
+
+def _threads(environment: Mapping[str, str]) -> int:
+    """Of each rank's pools, as the variable says it; 0 where nothing does."""
+    first = environment.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(first) if first.isdigit() else 0
 
 
 def program_of(config: LaunchConfig) -> list[str] | None:
@@ -236,7 +244,8 @@ def begin_message(
         "stderr": worker.logs.stderr,
         "slot": worker.slot,
         "rank": worker.rank,
-        "threads": int(environment["OMP_NUM_THREADS"].split(",")[0]),
+        "threads": _threads(environment),
+        "cold": config.cold,
         "assigned": dict(assigned),
         "prepare": PREPARE if config.wrapped else "",
     }

@@ -96,7 +96,6 @@ class Zygotes:
         """Exec a zygote."""
         own = dict.fromkeys(THREAD_VARIABLES, "1") | {
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() makes no CUDA context
-            "TORCH_CPP_LOG_LEVEL": self._family.environment.get("TORCH_CPP_LOG_LEVEL", "error"),
         }
         link, theirs = Link.pair()
         words = [str(theirs.fileno()), self._family.job, str(self._agent)]

@@ -7,7 +7,7 @@ from everstep.errors import UsageError
 
 REFUSED = ("logs_specs", "numa_binding", "virtual_local_rank")
 """Flags that mean something we do not do."""
-HEARD = frozenset(("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"))
+HEARD = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """The signals that end a job, as torchrun's default has them."""
 _AS_TORCH_HAS_IT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "monitor_interval": (
@@ -30,10 +30,11 @@ def refuse(given: Mapping[str, Any]) -> None:
     for name in REFUSED:
         if given.get(name):
             raise UsageError(f"{flag(name)} is torchrun's, and everstep run does not do it; leave it out.")
-    wanted = {name.strip() for name in str(given.get("signals_to_handle") or "").split(",")} - {""}
-    if wanted - HEARD:
+    wanted = {name.strip() for name in str(given.get("signals_to_handle") or "").split(",")}
+    unheard = wanted.difference(HEARD, {""})
+    if unheard:
         raise UsageError(
-            f"--signals-to-handle {','.join(sorted(wanted - HEARD))}: everstep run ends the job at SIGTERM, SIGINT, "
+            f"--signals-to-handle {','.join(sorted(unheard))}: everstep run ends the job at SIGTERM, SIGINT, "
             "SIGHUP and SIGQUIT, and hears no other signal; leave it out."
         )
 
