@@ -125,6 +125,7 @@ class GenerationStarted(Event):
     decided: bool = True  # False: nodes had still to agree on `restore_step` when the roster was entered
     node: str = ""  # whose agent says so
     nodes: tuple[str, ...] = ()  # where each of `members` stands; their pids are those of that node
+    allowed: int | None = None  # restarts of the whole job (--max-restarts); None: as many as make progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

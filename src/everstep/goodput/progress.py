@@ -368,13 +368,18 @@ def _told(fault: _Fault, back: str) -> str:
     lost = max(0, (fault.step or 0) - (event.restore_step or 0))
     source = f", state from {event.restored_from}" if event.restored_from else ""
     cost = f", {words.count(lost, 'step')} lost" if event.decided else ""  # else nodes have still to agree
-    return f"{step}: {rank} {_what(fault)}; {how}{source}, {back}{cost}"
+    return f"{step}: {rank} {_what(fault)}; {how}{source}, {back}{cost}{_which(event)}"
 
 
 def _of_script(fault: _Fault, back: str) -> str:
     """The same of a script without the library, whose steps nobody knows."""
     rank = "a rank" if fault.rank is None else f"rank {fault.rank}"
-    return f"{rank} {_what(fault)}; all ranks begin anew after {back}"
+    which = "" if fault.answer is None else _which(fault.answer)
+    return f"{rank} {_what(fault)}; all ranks begin anew after {back}{which}"
+
+
+def _which(event: GenerationStarted) -> str:
+    return "" if event.allowed is None else f" (restart {event.number} of {event.allowed})"
 
 
 def _what(fault: _Fault) -> str:

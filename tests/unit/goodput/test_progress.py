@@ -36,10 +36,10 @@ def event(at, what):
 STARTED = RunStarted(job="j", argv=(), world_size=2, spares=1)
 
 
-def roster(number, why="kept", restore=None, source=None):
+def roster(number, why="kept", restore=None, source=None, allowed=None):
     return GenerationStarted(
         epoch=0, number=number, world_size=2, members=((0, 0, 10, "kept"), (1, 1, 11, why)), restore_step=restore,
-        restored_from=source,
+        restored_from=source, allowed=allowed,
     )  # fmt: skip
 
 
@@ -294,6 +294,16 @@ def test_of_a_script_without_the_library_no_step_is_told(pipe):
     progress.write(event(5.1, FaultNoticed(number=0, kind="death", noticed_by="agent node-0", injured_rank=1)))
     progress.write(event(5.4, roster(1, "started")))
     assert told(read) == "everstep: rank 1 killed (SIGKILL); all ranks begin anew after 0.40 s\n"
+
+
+def test_a_restart_of_so_many_that_are_allowed_says_which_it_is(pipe):
+    """LA-12."""
+    read, write = pipe
+    progress = Progress(write, terminal=False)
+    progress.write(event(0.0, RunStarted(job="j", argv=(), world_size=2, spares=0, wrapped=False)))
+    progress.write(event(5.0, FaultNoticed(number=1, kind="exception", noticed_by="worker", injured_rank=0)))
+    progress.write(event(5.4, roster(2, "started", allowed=3)))
+    assert told(read).endswith("all ranks begin anew after 0.40 s (restart 2 of 3)\n")
 
 
 def test_what_a_stopped_process_cost_is_counted_from_its_last_sign(pipe):

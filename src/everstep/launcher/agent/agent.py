@@ -272,7 +272,7 @@ class Agent:
                 worker.page.enter(roster.generation, self.clock.now())  # it is watched from here on, heard of or not
                 worker.process.send({"kind": "world.assigned", **assigned})
         self.host.release()
-        self.telemetry.emit(ledger.generation(roster, told, self.nodes.name))
+        self.telemetry.emit(ledger.generation(roster, told, self.nodes.name, self.config.max_restarts))
 
     def _end_daemons(self) -> None:
         """What the last generation's functions have let go of holds ports and devices that the next one wants (LA-06).

@@ -16,9 +16,12 @@ def fault(known: words.Fault, mark_s: float | None) -> FaultNoticed:
     )  # fmt: skip
 
 
-def generation(roster: words.Roster, told: Mapping[int, Mapping[str, Any]], node: str = "") -> GenerationStarted:
+def generation(
+    roster: words.Roster, told: Mapping[int, Mapping[str, Any]], node: str = "", allowed: int | None = None
+) -> GenerationStarted:
     """A roster that is entered on `node`, and where its state comes from: as rank 0 was told, for all are told alike.
 
+    `allowed`: so many restarts of the job in all; None: no count.
     Where ranks of one step go to tiers of their own (memory, a copy on another node), the furthest is the world's.
     """
     snapshot = told.get(0, {}).get("snapshot") or {}
@@ -27,5 +30,5 @@ def generation(roster: words.Roster, told: Mapping[int, Mapping[str, Any]], node
         epoch=roster.epoch, number=roster.generation, world_size=roster.world_size,
         members=tuple((m.rank, m.rank, m.incarnation.pid, m.why) for m in roster.members),
         restore_step=restore.get("step"), restored_from=restore.get("tier"), reason=roster.reason,
-        decided=snapshot.get("decided", True), node=node, nodes=tuple(m.node for m in roster.members),
+        decided=snapshot.get("decided", True), node=node, nodes=tuple(m.node for m in roster.members), allowed=allowed,
     )  # fmt: skip
