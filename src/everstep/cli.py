@@ -41,14 +41,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         leave_streams()
 
 
-def _run(words: Sequence[str]) -> int:
+def ft_launcher(argv: Sequence[str] | None = None) -> int:
+    """Run a job as NVRx's `ft_launcher`: its flags and defaults; return the exit code."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv), as_ft_launcher=True)
+    except EverstepError as error:
+        say(str(error))
+        return int(error.exit_code)
+    finally:
+        leave_streams()
+
+
+def _run(words: Sequence[str], *, as_ft_launcher: bool = False) -> int:
     if platform.system() != "Linux":
         raise UsageError("everstep run needs Linux: it watches processes by pidfd and keeps snapshots in memfds.")
     from everstep import wiring  # noqa: PLC0415 - Linux only, and the other commands stay light without it
     from everstep.process import kernel  # noqa: PLC0415 - likewise
 
     kernel.hold_standard_streams()
-    return wiring.run(words)
+    return wiring.run(words, as_ft_launcher=as_ft_launcher)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,6 +1,7 @@
 """What `everstep run` is made of: the features ride on the agent, which knows none of them by name."""
 
 import argparse
+import json
 from collections.abc import Sequence
 
 from everstep import __version__
@@ -30,13 +31,19 @@ EXTENSIONS = (
     "everstep.checkpoint.flags:add_run_arguments",
     "everstep.checkpoint.peer_flags:add_run_arguments",
     "everstep.launcher.control.flags:add_run_arguments",
+    "everstep.fault_tolerance.flags:add_run_arguments",
 )
 """What adds flags to torchrun's parser, by name: it runs in the zygote."""
 
 
-def run(words: Sequence[str]) -> int:
+FT_LAUNCHER = "everstep.fault_tolerance.flags:act_as_ft_launcher"
+"""What makes `everstep run` `ft_launcher`."""
+
+
+def run(words: Sequence[str], *, as_ft_launcher: bool = False) -> int:
     """Run a job to its end; return the exit code."""
-    return launcher.main(words, EXTENSIONS, riders, __version__)
+    extensions = (*EXTENSIONS, FT_LAUNCHER) if as_ft_launcher else EXTENSIONS
+    return launcher.main(words, extensions, riders, __version__)
 
 
 def riders(config: LaunchConfig) -> Riders:
@@ -47,6 +54,9 @@ def riders(config: LaunchConfig) -> Riders:
     display = Progress()
     riding = Riders(sinks=[display])
     given = config.flags
+    riding.notices += given.get("ft_notices") or ()
+    if given.get("fault_tolerance"):
+        riding.environment["EVERSTEP_FAULT_TOLERANCE"] = json.dumps(given["fault_tolerance"])  # rank monitors read it
     request = faults.request_from(argparse.Namespace(**given))
     if not config.wrapped:
         if request is not None:

@@ -73,8 +73,10 @@ class FaultToleranceConfig:
         for name in _LIMITS:
             setattr(self, name, limit(name, getattr(self, name)))
         for name in _TIMES:
-            if limit(name, getattr(self, name)) is None:
+            seconds = limit(name, getattr(self, name))
+            if seconds is None:
                 raise UsageError(f"{name}: give seconds, more than 0.")
+            setattr(self, name, seconds)
         given = self.rank_section_timeouts
         if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # YAML has anything
             raise UsageError(f"rank_section_timeouts {given!r}: give a mapping of names to seconds.")

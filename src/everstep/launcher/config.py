@@ -194,7 +194,7 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         endpoint=endpoint_of(flags) if flags["nodes"] > 1 else None,
         local_addr=flags.get("local_addr"),
         spares=(1 if wrapped else 0) if spares is None else spares,
-        max_restarts=flags["max_restarts"],
+        max_restarts=_max_restarts(flags, wrapped),
         min_world_size=flags.get("min_world_size"),
         replacement_timeout_s=flags.get("replacement_timeout"),
         death_timeout_s=flags.get("death_timeout"),
@@ -217,6 +217,12 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         control=place_of(flags, environ.get("EVERSTEP_CONTROL_ENDPOINT")),
         flags=dict(flags),
     )
+
+
+def _max_restarts(flags: Mapping[str, Any], wrapped: bool) -> int | None:
+    """Left out it may mean a number of its own where nothing but restarts keeps the job: `ft_launcher`'s 0."""
+    given: int | None = flags["max_restarts"]
+    return flags.get("max_restarts_unwrapped") if given is None and not wrapped else given
 
 
 def mentions_everstep(script: str, *, module: bool = False) -> bool:

@@ -7,7 +7,7 @@ underscores, and from `PET_<NAME>` where torch's are.
 import argparse
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch.distributed.argparse_util import env
@@ -21,15 +21,24 @@ class _Parser(argparse.ArgumentParser):
     """Turns argparse's exit into an error that the agent prints: a wrong flag is exit code 64."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}\nSee `everstep run --help`.")
+        raise UsageError(f"{message}\nSee `{self.prog} --help`.")
 
 
 def _spellings(name: str) -> tuple[str, ...]:
     return (f"--{name}", f"--{name.replace('-', '_')}") if "-" in name else (f"--{name}",)
 
 
+Finish = Callable[[dict[str, Any]], None]
+"""Reads what a feature's flags were given, once the command line stands. May raise UsageError."""
+
+
 def build(extensions: Sequence[str]) -> argparse.ArgumentParser:
     """Return torch's parser with our flags added; `extensions` are `module:function` that add a feature's own."""
+    return _built(extensions)[0]
+
+
+def _built(extensions: Sequence[str]) -> tuple[argparse.ArgumentParser, list[Finish]]:
+    """Return the parser, and what the features want to do with what it has read, in their order."""
     parser: argparse.ArgumentParser = get_args_parser()
     parser.__class__ = _Parser
     parser.prog = "everstep run"
@@ -105,10 +114,12 @@ def build(extensions: Sequence[str]) -> argparse.ArgumentParser:
         "hard-timeout", type=float, default=None, help="Seconds without progress until the rank is killed and replaced."
     )
     add("first-timeout", type=float, default=None, help="The same for set-up and first step (learned, at most 600).")
+    finishes: list[Finish] = []
     for dotted in extensions:
         module, _, function = dotted.partition(":")
-        getattr(importlib.import_module(module), function)(parser)
-    return parser
+        finish = getattr(importlib.import_module(module), function)(parser)
+        finishes += [finish] if finish is not None else []
+    return parser, finishes
 
 
 def _explain(parser: argparse.ArgumentParser) -> None:
@@ -123,10 +134,12 @@ def _explain(parser: argparse.ArgumentParser) -> None:
 
 def parse(argv: Sequence[str], extensions: Sequence[str] = ()) -> dict[str, Any]:
     """Return the flags as plain values. Raises UsageError; `--help` prints and raises SystemExit as argparse does."""
-    arguments = build(extensions).parse_args(list(argv))
-    given = vars(arguments)
+    parser, finishes = _built(extensions)
+    given = vars(parser.parse_args(list(argv)))
     if given.get("shutdown_timeout") is None:
         given["shutdown_timeout"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # noqa: TID251 - torch's own variable
+    for finish in finishes:
+        finish(given)
     refuse(given)
     try:
         low, high = parse_min_max_nnodes(given["nnodes"])

@@ -123,7 +123,9 @@ def _run(
         preload = [*config.preload] or ([] if flags.get("preload") == "none" else top_level_imports(config))
         nursery.zygotes.ask({"preload": preload}, "zygote.ready")
         agent = Agent(config, loop, nursery, telemetry, run_dir, riding.companions, line)
-        return agent.run()
+        code = agent.run()
+        known = flags.get("no_restart_exit_code")
+        return code if known is None or code != ExitCode.DO_NOT_REQUEUE else int(known)
 
 
 def named(config: LaunchConfig, job: str) -> LaunchConfig:
