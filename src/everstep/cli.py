@@ -19,6 +19,7 @@ _COMMANDS = {
     "checkpoint": "everstep.checkpoint.commands",
     "doctor": "everstep.doctor.commands",
     "ps": "everstep.operator.ps",
+    "stacks": "everstep.operator.stacks",
     "faults": "everstep.faults.commands",
     "bench": "everstep.experiments.bench.commands",
 }

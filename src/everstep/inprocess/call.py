@@ -23,7 +23,7 @@ from everstep.inprocess.core.pursuit import Verdict
 from everstep.inprocess.exception import RestartAbort
 from everstep.inprocess.function import exit_code
 from everstep.inprocess.interrupt import Interrupter, RankShouldRestart
-from everstep.process import pulse
+from everstep.process import pulse, threads
 from everstep.process.page import Phase as PagePhase
 from everstep.recovery import session as sessions
 from everstep.recovery.core import member
@@ -84,6 +84,7 @@ class Caller:
         self._exit: SystemExit | None = None
         self._ended: JobEnded | None = None
         session.on("world", self._heard)
+        session.on("control", self._shown)
 
     # -- main thread ---------------------------------------------------------------------------------------------
 
@@ -305,6 +306,14 @@ class Caller:
                 self.session.send({"kind": "world.heard", **self._where()})
             case _:
                 pass
+
+    def _shown(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+        """An operator asks where this rank stands."""
+        for fd in fds:
+            os.close(fd)
+        if message["kind"] == "control.stacks":
+            told = {"waiting": self._where()["waiting"], "threads": threads.told(self._thread)}
+            self.session.send({"kind": "control.stand", **told})
 
     def _end(self, ended: JobEnded) -> None:
         """The job is over, and nobody ends this process: leave the function, if need be, and raise from the call."""

@@ -9,6 +9,7 @@ import stat
 import pytest
 
 from everstep import cli
+from everstep.launcher.agent.spy import find_spy
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
@@ -74,11 +75,9 @@ def test_a_running_job_is_looked_at_by_those_who_may(start, capsys, monkeypatch)
 
     crowd = crowd_at(control["port"], 1000)
     before = min(steps(json.loads(asked(capsys, "ps", run, "--json")[1])).values())
-    for _ in range(10_000):
-        if min(steps(json.loads(asked(capsys, "ps", run, "--json")[1])).values()) > before + 5:
-            break
-    else:
-        raise AssertionError("the job stands still")
+    until(
+        lambda: json.loads(asked(capsys, "ps", run, "--json")[1]), lambda told: min(steps(told).values()) > before + 5
+    )
     for line in crowd:
         line.close()
     job.process.terminate()
@@ -88,6 +87,78 @@ def test_a_running_job_is_looked_at_by_those_who_may(start, capsys, monkeypatch)
     code, _, err = asked(capsys, "ps", run)
     assert code == 1
     assert "is over" in err
+
+
+HANG = """
+@everstep.resilient
+def train(run):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in run.steps(100_000, model=model, optimizer=optimizer):
+        model(torch.full((2, 4), float(step))).sum().backward()
+        note("step", step=step) if step == 3 else None
+        if step == 3 and run.rank == 1 and run.generation == 0: stand_here()
+        for parameter in model.parameters(): dist.all_reduce(parameter.grad)
+        optimizer.step(); optimizer.zero_grad()
+def stand_here():
+    while True: time.sleep(0.01)
+train()
+"""
+
+
+def groups_of(capsys, run):
+    code, out, err = asked(capsys, "stacks", run, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)["groups"]
+
+
+def functions(group):
+    return [frame["function"] for frame in group["frames"]]
+
+
+def test_where_ranks_stand_is_told_culprit_first_and_who_cannot_answer_too(start, capsys):
+    job = start(HANG, "--nproc-per-node", "3", "--soft-timeout", "600")
+    run = str(job.run_dir)
+    job.wait_for("step", 3)
+    stood = lambda found: [group["ranks"] for group in found]  # noqa: E731
+    groups = until(lambda: groups_of(capsys, run), lambda found: stood(found) == [[1], [0, 2]])
+    assert "stand_here" in functions(groups[0])
+    assert (groups[0]["waits"], groups[1]["waits"]) == (False, True)
+    assert "all_reduce" in functions(groups[1])[-1]
+    assert functions(groups[0])[:2] == ["<module>", "train"]
+    assert "rank 1: does not wait; others wait for it" in asked(capsys, "stacks", run)[1]
+    (node,) = json.loads(asked(capsys, "ps", run, "--json")[1])["nodes"]
+    ranks = {process["rank"]: process["pid"] for process in node["processes"]}
+    os.kill(ranks[2], signal.SIGSTOP)
+    groups = until(lambda: groups_of(capsys, run), lambda found: found[0]["ranks"] == [2])
+    assert groups[0]["why"].startswith("does not answer (state T")
+    assert stood(groups[1:]) == [[1], [0]]
+    os.kill(ranks[2], signal.SIGCONT)
+    until(lambda: groups_of(capsys, run), lambda found: stood(found) == [[1], [0, 2]])
+    job.process.terminate()
+    ended = job.ended()
+    assert ended.events("FaultNoticed") == [], "nobody was judged for it"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not find_spy(), reason="py-spy is not installed on this machine")
+def test_a_script_without_the_wrapper_is_read_from_outside(start, capsys):
+    text = "def stand_here():\n    note('there')\n    time.sleep(600)\nstand_here()"
+    job = start(text, "--nproc-per-node", "2", wrapped=False)
+    job.wait_for("there", 2)
+    (group,) = until(lambda: groups_of(capsys, str(job.run_dir)), lambda found: len(found) == 1 and found[0]["frames"])
+    assert group["ranks"] == [0, 1]
+    assert functions(group) == ["<module>", "stand_here"]
+    job.process.terminate()
+    job.ended()
+
+
+def until(look, happened):
+    for _ in range(1000):
+        found = look()
+        if happened(found):
+            return found
+    raise AssertionError(found)
 
 
 @pytest.mark.long

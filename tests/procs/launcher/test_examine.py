@@ -13,6 +13,7 @@ import pytest
 from everstep.clock import SYSTEM
 from everstep.launcher.agent import examine
 from everstep.launcher.agent.examine import Examiner
+from everstep.launcher.agent.spy import find_spy
 from everstep.launcher.core.limits import Verdict
 from everstep.process.loop import Loop
 from everstep.process.page import Page
@@ -135,7 +136,7 @@ def test_a_rank_that_holds_the_interpreter_lock_shows_its_stack_all_the_same(loo
         os.close(fd)
 
 
-@pytest.mark.skipif(not examine._find_spy(), reason="py-spy is not installed on this machine")
+@pytest.mark.skipif(not find_spy(), reason="py-spy is not installed on this machine")
 def test_py_spy_names_the_call_of_c(loop, child):
     examiner, worker = Examiner(loop), child(SLEEPS)
     examiner.near(worker)
@@ -147,5 +148,5 @@ def test_py_spy_names_the_call_of_c(loop, child):
 def test_it_is_found_beside_the_interpreter_or_in_the_path(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(shutil, "which", lambda name: f"/somewhere/{name}")
-    assert examine._find_spy() == "/somewhere/py-spy"
-    assert spy(tmp_path, "true") == examine._find_spy()
+    assert find_spy() == "/somewhere/py-spy"
+    assert spy(tmp_path, "true") == find_spy()

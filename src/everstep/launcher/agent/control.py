@@ -1,6 +1,7 @@
 """The operator's end point of one agent: it answers for all nodes, over the line that agents have with one another.
 
-    GET /v1/ps ─▶ what each node sees of itself
+    GET /v1/ps       what each node sees of itself
+    GET /v1/stacks   where each rank stands
 
     agent ─▶ control.ask {number, what, arguments}     to the companion of this prefix on each other node
     agent ◀─ control.answer {number, found}
@@ -11,15 +12,18 @@ Rule 2: a flood of questions costs what a few cost: an answer is kept for `FRESH
 Rule 3: a node that does not answer in time is named, and not waited for.
 """
 
+import functools
 import itertools
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from everstep.errors import ConfigurationError
+from everstep.launcher.agent.standing import Standing
 from everstep.launcher.agent.view import Seen, node_view
 from everstep.launcher.control.core.http import Request, Response, answer
 from everstep.launcher.control.core.recent import Recent
@@ -32,8 +36,10 @@ from everstep.recovery.core.words import Roster
 from everstep.telemetry import Telemetry
 
 FRESH_S = 0.2
-LOOK_S = 2.0
-"""For other nodes to answer; a frozen one is suspected after 3 s."""
+LOOK_S, STAND_S = 2.0, 8.0
+"""For all nodes to answer; for their ranks, and for who looks at those from outside."""
+AT_ONCE, NEXT_S = 16, 0.3
+"""So many other nodes are asked at once: their answers share a line with all that agents have to say."""
 Found = Mapping[str, Any]
 Then = Callable[[Found], None]
 
@@ -54,8 +60,20 @@ class _Round:
     """One question to some nodes."""
 
     awaited: set[str]
+    unasked: deque[str]
+    message: Message
     then: Callable[[Mapping[str, Found]], None]
     found: dict[str, Found] = field(default_factory=dict[str, Found])
+
+
+@dataclass(eq=False)
+class _Question:
+    """What operators ask again and again, its last answer, and who waits for the next."""
+
+    what: str
+    limit_s: float
+    kept: tuple[float, Response] | None = None
+    waiting: list[Answer] = field(default_factory=list[Answer])
 
 
 class Control:
@@ -72,13 +90,16 @@ class Control:
         self._token = secrets.token_urlsafe(32)
         self._numbers = itertools.count()
         self._rounds: dict[int, _Round] = {}
-        self._kept: tuple[float, Response] | None = None
-        self._waiting: list[Answer] = []
+        self._standing = Standing(agent, agent.loop)
         self._view: tuple[float, Found] | None = None
         self._local: Mapping[str, Callable[[Mapping[str, Any], Then], None]] = {
             "ps": lambda _, then: then(self._look()),
+            "stacks": lambda _, then: self._standing.ask(then),
         }
-        self._routes: Mapping[str, Callable[[Request, Answer], None]] = {"/v1/ps": self._ps}
+        self._questions = {what: _Question(what, limit_s) for what, limit_s in (("ps", LOOK_S), ("stacks", STAND_S))}
+        self._routes: Mapping[str, Callable[[Request, Answer], None]] = {
+            f"/v1/{what}": functools.partial(self._ask, question) for what, question in self._questions.items()
+        }
 
     # -- its life ------------------------------------------------------------------------------------------------
 
@@ -120,19 +141,19 @@ class Control:
         else:
             self._routes[request.path](request, reply)
 
-    def _ps(self, request: Request, reply: Answer) -> None:
+    def _ask(self, question: _Question, request: Request, reply: Answer) -> None:
         del request
-        if self._kept is not None and self._agent.loop.clock.now() - self._kept[0] < FRESH_S:
-            reply(self._kept[1])
+        if question.kept is not None and self._agent.loop.clock.now() - question.kept[0] < FRESH_S:
+            reply(question.kept[1])
             return
-        self._waiting.append(reply)
-        if len(self._waiting) == 1:
-            self._gather("ps", {}, LOOK_S, self._seen)
+        question.waiting.append(reply)
+        if len(question.waiting) == 1:
+            self._gather(question.what, {}, question.limit_s, functools.partial(self._found, question))
 
-    def _seen(self, found: Mapping[str, Found]) -> None:
+    def _found(self, question: _Question, found: Mapping[str, Found]) -> None:
         told = answer(self._whole(found))
-        self._kept = self._agent.loop.clock.now(), told
-        waiting, self._waiting = self._waiting, []
+        question.kept = self._agent.loop.clock.now(), told
+        waiting, question.waiting = question.waiting, []
         for reply in waiting:
             reply(told)
 
@@ -153,12 +174,25 @@ class Control:
     ) -> None:
         """Ask all nodes that are here; `then` comes once, with what those have found that answered in time."""
         own, number = self._agent.nodes.name, next(self._numbers)
-        round_ = self._rounds[number] = _Round(set(self._agent.nodes.present), then)
+        others = [node for node in self._agent.nodes.present if node != own]
+        message = {"kind": "control.ask", "number": number, "what": what, "arguments": dict(arguments)}
+        self._rounds[number] = _Round({own, *others}, deque(others), message, then)
         self._agent.loop.later(limit_s, lambda: self._conclude(number))
-        for node in sorted(round_.awaited - {own}):
-            ask = {"kind": "control.ask", "number": number, "what": what, "arguments": dict(arguments)}
-            self._tell(node, ask)
+        for _ in range(AT_ONCE):
+            self._ask_next(number)
         self._local[what](arguments, lambda found: self._heard(number, own, found))
+
+    def _ask_next(self, number: int) -> None:
+        """Ask one more node; the next when it has answered, or does not in a while."""
+        round_ = self._rounds.get(number)
+        if round_ is not None and round_.unasked:
+            node = round_.unasked.popleft()
+            self._tell(node, round_.message)
+            self._agent.loop.later(NEXT_S, lambda: self._ask_after(number, node))
+
+    def _ask_after(self, number: int, node: str) -> None:
+        if number in self._rounds and node in self._rounds[number].awaited:
+            self._ask_next(number)
 
     def _tell(self, node: str, message: Message) -> None:
         if self._host is not None:
@@ -169,6 +203,8 @@ class Control:
         if round_ is not None and node in round_.awaited:
             round_.awaited.discard(node)
             round_.found[node] = found
+            if node != self._agent.nodes.name:
+                self._ask_next(number)
             if not round_.awaited:
                 self._conclude(number)
 
@@ -205,6 +241,10 @@ class Control:
 
     def on_message(self, rank: int, message: Message, fds: Sequence[int]) -> None:
         """See `Companion.on_message`."""
+        for fd in fds:
+            os.close(fd)
+        if message["kind"] == "control.stand":
+            self._standing.answered(rank, message)
 
     def on_child_message(self, child: Child, message: Message, fds: Sequence[int]) -> None:
         """See `Companion.on_child_message`."""

@@ -9,13 +9,11 @@ Rule 2: evidence that cannot be had is left out; it is never a reason to fail, n
 """
 
 import os
-import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from everstep import environ
+from everstep.launcher.agent.spy import find_spy
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.core.limits import Verdict
 from everstep.process import kernel, stacks
@@ -48,7 +46,7 @@ class Examiner:
     def __init__(self, loop: Loop, spy: str | None = None) -> None:
         """`spy`: the path of py-spy; where none is given it is looked for beside the interpreter and in PATH."""
         self._loop = loop
-        self._spy = spy if spy is not None else _find_spy()
+        self._spy = spy if spy is not None else find_spy()
         self._natives: dict[int, _Native] = {}
         self.busy = False
         """A rank has been condemned, and its evidence is on its way."""
@@ -142,8 +140,3 @@ class Examiner:
 
 
 _GONE = kernel.Status("Z", 0, 0, 0.0, 0)
-
-
-def _find_spy() -> str:
-    beside = Path(sys.executable).parent / "py-spy"
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy") or ""

@@ -72,7 +72,7 @@ def _processes(agent: Seen, now: float) -> Iterator[dict[str, Any]]:
         elif not worker.begun:
             yield _process(process.name, "spare", process.pid)
         else:
-            yield _process(process.name, "rank", process.pid) | _rank(agent, worker, now)
+            yield rank_view(agent, worker, now)
 
 
 def _process(name: str, role: str, pid: int) -> dict[str, Any]:
@@ -88,8 +88,12 @@ def _process(name: str, role: str, pid: int) -> dict[str, Any]:
     }
 
 
-def _rank(agent: Seen, worker: Worker, now: float) -> dict[str, Any]:
-    """A rank of a script without the wrapper tells nothing of its steps."""
+def rank_view(agent: Seen, worker: Worker, now: float) -> dict[str, Any]:
+    """Look at one rank. One of a script without the wrapper tells nothing of its steps."""
+    return _process(worker.process.name, "rank", worker.process.pid) | _progress(agent, worker, now)
+
+
+def _progress(agent: Seen, worker: Worker, now: float) -> dict[str, Any]:
     told: dict[str, Any] = {"rank": worker.rank, "attempt": worker.attempt}
     if not agent.config.wrapped:
         return told | {"phase": "script", "step": None, "mark_age_s": None}

@@ -11,6 +11,7 @@ from everstep.launcher.control.core.http import Request, Response, refusal
 
 ROUTES: Mapping[str, tuple[str, bool]] = {
     "/v1/ps": ("GET", True),
+    "/v1/stacks": ("GET", True),
 }
 """Path: the method, and whether the token is needed."""
 
