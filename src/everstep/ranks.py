@@ -25,3 +25,10 @@ def parse(text: str) -> frozenset[int]:
             raise ValueError(f"{part!r} in {text!r} is not a rank or a range of ranks; write for example 0-3,7")
         found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
+
+
+def visible(local_rank: int, listed: str) -> int | str:
+    """Return which of the node's GPUs a rank uses, by what CUDA_VISIBLE_DEVICES lists: a number or a UUID."""
+    names = [name.strip() for name in listed.split(",")]
+    name = names[local_rank] if local_rank < len(names) else ""
+    return int(name) if name.isdigit() else name or local_rank

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep import environ
+from everstep.ranks import visible
 from everstep.telemetry import say
 
 _RECOVERY_ACTION_FIELD = "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"
@@ -111,14 +112,8 @@ def _nvml() -> Any:
 def _index(index: int | None) -> int | str:
     if index is not None:
         return index
-    return _own_uuid() or _visible(int(environ.get("LOCAL_RANK", "0") or 0))
-
-
-def _visible(local_rank: int) -> int | str:
-    """Return which of the node's GPUs a rank will use, by what CUDA_VISIBLE_DEVICES lists: a number or a UUID."""
-    names = [name.strip() for name in (environ.get("CUDA_VISIBLE_DEVICES") or "").split(",")]
-    name = names[local_rank] if local_rank < len(names) else ""
-    return int(name) if name.isdigit() else name or local_rank
+    listed = environ.get("CUDA_VISIBLE_DEVICES") or ""
+    return _own_uuid() or visible(int(environ.get("LOCAL_RANK", "0") or 0), listed)
 
 
 def _own_uuid() -> str:

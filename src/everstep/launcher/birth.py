@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from everstep import environ
-from everstep.launcher import console, fresh
+from everstep.launcher import console, fresh, reclaim
 from everstep.process import kernel, mark, stacks
 from everstep.process.page import Page
 from everstep.recovery import session
@@ -122,6 +122,10 @@ def _begin(me: session.Session, begin: Mapping[str, Any]) -> int:
     with contextlib.suppress(OSError):  # it has been removed: we stand in it all the same
         os.chdir(begin["cwd"])
     os.umask(begin["umask"])
+    if begin["reclaim"]:
+        said = reclaim.wait(begin["reclaim"], int(begin["environment"]["LOCAL_RANK"]), begin["environment"], me.job)
+        if said:
+            me.send({"kind": "world.noticed", "text": said})
     program = _program(me, begin)
     if program:
         return _become(me, program, begin["environment"])

@@ -48,6 +48,8 @@ class LaunchConfig:
     min_world_size: int | None = None
     replacement_timeout_s: float | None = None
     death_timeout_s: float | None = None
+    gpu_memory_reclaim_s: float = 50.0
+    gpu_memory_tolerance_mb: float = 512.0
     grace_s: float = GRACE_S
     soft_timeout_s: float | None = None
     hard_timeout_s: float | None = None
@@ -94,6 +96,10 @@ class LaunchConfig:
             raise UsageError(f"--replacement-timeout {limit:g}: seconds, 0 or more.")
         if self.death_timeout_s is not None and not 0 < self.death_timeout_s < float("inf"):
             raise UsageError(f"--death-timeout {self.death_timeout_s:g}: seconds, more than 0.")
+        for name in ("gpu_memory_reclaim_s", "gpu_memory_tolerance_mb"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                flag = f"--{name.replace('_', '-')}".replace("reclaim-s", "reclaim-timeout")
+                raise UsageError(f"{flag} {getattr(self, name):g}: give 0 or more.")
         if least is not None and not self.wrapped:
             raise UsageError(
                 f"--min-world-size {least}: the ranks that are left go on in a wrapped function, and neither "
@@ -119,6 +125,11 @@ class LaunchConfig:
             "version": version, "wire": WIRE, "job": self.run_id, "nnodes": self.nnodes, "nproc": self.nproc,
             "wrapped": self.wrapped, "least": self.min_world_size, "restarts": self.max_restarts,
         }  # fmt: skip
+
+    @property
+    def reclaim(self) -> list[float] | None:
+        """For how many seconds the next attempt waits for device memory, and how many MB of it count as free."""
+        return [self.gpu_memory_reclaim_s, self.gpu_memory_tolerance_mb] if self.gpu_memory_reclaim_s else None
 
     @property
     def policy(self) -> Policy:
@@ -198,6 +209,8 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         min_world_size=flags.get("min_world_size"),
         replacement_timeout_s=flags.get("replacement_timeout"),
         death_timeout_s=flags.get("death_timeout"),
+        gpu_memory_reclaim_s=float(flags.get("gpu_memory_reclaim_timeout", 50.0)),
+        gpu_memory_tolerance_mb=float(flags.get("gpu_memory_tolerance_mb", 512.0)),
         grace_s=grace_s(flags, GRACE_S),
         soft_timeout_s=flags.get("soft_timeout"),
         hard_timeout_s=flags.get("hard_timeout"),

@@ -76,6 +76,14 @@ def _built(extensions: Sequence[str]) -> tuple[argparse.ArgumentParser, list[Fin
         help="Seconds between asking everything to end and SIGKILL (default 15, or what --shutdown-timeout says).",
     )
     add(
+        "gpu-memory-reclaim-timeout",
+        type=float,
+        default=50.0,
+        help="Most seconds for which an unwrapped script's next attempt waits for memory of its GPU that is being "
+        "freed; 0 does not look (default 50).",
+    )
+    add("gpu-memory-tolerance-mb", type=float, default=512.0, help="So much of it in use counts as free (default 512).")
+    add(
         "death-timeout",
         type=float,
         default=None,

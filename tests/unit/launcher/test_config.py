@@ -46,6 +46,8 @@ def script(tmp_path, text: str, name: str = "train.py") -> str:
         ({"min_world_size": 0}, "keeps its size"),
         ({"replacement_timeout_s": -1.0}, "0 or more"),
         ({"death_timeout_s": 0.0}, "more than 0"),
+        ({"gpu_memory_reclaim_s": -1.0}, "--gpu-memory-reclaim-timeout -1: give 0 or more"),
+        ({"gpu_memory_tolerance_mb": float("nan")}, "--gpu-memory-tolerance-mb nan"),
         ({"min_world_size": 1, "wrapped": False}, "leave the flag out"),
     ],
 )

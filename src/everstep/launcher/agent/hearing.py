@@ -154,6 +154,9 @@ class Hearing:
         text = f"rank {worker.rank}: {message['text']}, code {message['code']}"
         self._agent.nodes.say(words.EndRequested(int(ExitCode.FAILED), text))
 
+    def _on_noticed(self, worker: Worker, message: Mapping[str, Any]) -> None:
+        self._agent.notice(f"rank {worker.rank}: {message['text']}", "warning")
+
     def _on_refused(self, worker: Worker, message: Mapping[str, Any]) -> None:
         """What the script asked for cannot be done here; a restart would meet the same."""
         who = f"rank {worker.rank}: "

@@ -93,6 +93,7 @@ WORDS: Mapping[str, Mapping[str, type]] = {
     "replace": {"text": str},
     "refused": {"text": str, "code": int},
     "asked": {"text": str, "code": int},
+    "noticed": {"text": str},
     "script_failed": {"text": str, "hopeless": bool},
 }
 """What a worker may say to its agent. It is the user's process: what it says is read as that."""
@@ -246,6 +247,7 @@ def begin_message(
         "rank": worker.rank,
         "threads": _threads(environment),
         "cold": config.cold,
+        "reclaim": config.reclaim if worker.attempt and not config.wrapped else None,
         "assigned": dict(assigned),
         "prepare": PREPARE if config.wrapped else "",
     }
