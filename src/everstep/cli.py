@@ -18,6 +18,7 @@ _COMMANDS = {
     "report": "everstep.goodput.commands",
     "checkpoint": "everstep.checkpoint.commands",
     "doctor": "everstep.doctor.commands",
+    "top": "everstep.operator.top",
     "ps": "everstep.operator.ps",
     "stacks": "everstep.operator.stacks",
     "faults": "everstep.faults.commands",

@@ -27,6 +27,7 @@ from everstep.checkpoint.core.plan import MEMORY, Branch, Committed, Plan, Seale
 from everstep.checkpoint.core.rotation import ROTATING
 from everstep.checkpoint.core.segment import Header
 from everstep.checkpoint.segments import Segment, SegmentSet
+from everstep.checkpoint.shelf_shown import rows
 from everstep.errors import MemoryShortage, ProtocolError
 from everstep.events import Notice, TierEvent
 from everstep.recovery.api import Child, Host, Message
@@ -229,6 +230,10 @@ class Shelf:
         for each in self._sets.values():
             each.close()
         self._sets.clear()
+
+    def shown(self) -> Sequence[Message]:
+        """See `recovery.api.ShownCompanion`."""
+        return rows(self._sets.values())
 
     def sealed(self) -> list[Sealed]:
         """Read the headers of all buffers: what is sealed, oldest first."""

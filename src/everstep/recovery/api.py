@@ -168,3 +168,11 @@ class TellingCompanion(NodeCompanion, Protocol):
     def told(self, node: str, message: Message) -> None:
         """The companion of our prefix on `node` tells this. It comes over a network: it may be anything."""
         ...
+
+
+class ShownCompanion(Companion, Protocol):
+    """A companion of which an operator sees something that no event has told."""
+
+    def shown(self) -> Sequence[Message]:
+        """Return rows of `{tier, what, step, bytes}`. It may be asked five times a second, and costs microseconds."""
+        ...

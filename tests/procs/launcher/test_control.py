@@ -2,9 +2,12 @@
 
 import json
 import os
+import pty
 import signal
 import socket
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -56,9 +59,10 @@ def test_a_running_job_is_looked_at_by_those_who_may(start, capsys, monkeypatch)
     assert by_role["agent"]["pid"] == job.process.pid
     assert set(steps(told)) == {0, 1}
     assert min(steps(told).values()) >= 1
-    code, out, _ = asked(capsys, "ps", run)
-    assert code == 0
-    assert "rank 1" in out
+    assert "rank 1" in asked(capsys, "ps", run)[1]
+    (node,) = json.loads(asked(capsys, "top", run, "--once", "--json")[1])["nodes"]
+    assert [tier["what"] for tier in node["tiers"] if tier["tier"] == "memory"] == ["kept"]
+    assert "memory" in asked(capsys, "top", run)[1], "where this is no terminal it is one look"
 
     control = control_of(job)
     assert stat.S_IMODE((job.run_dir / "control.json").stat().st_mode) == 0o600
@@ -150,6 +154,31 @@ def test_a_script_without_the_wrapper_is_read_from_outside(start, capsys):
     assert group["ranks"] == [0, 1]
     assert functions(group) == ["<module>", "stand_here"]
     job.process.terminate()
+    job.ended()
+
+
+@pytest.mark.long
+def test_top_shows_a_job_until_it_is_over(start):
+    job = start(TRAIN, "--nproc-per-node", "2")
+    job.wait_for("step", 2)
+    ours, theirs = pty.openpty()
+    shown = bytearray()
+    command = [sys.executable, "-m", "everstep.cli", "top", str(job.run_dir)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE) as top:
+        os.close(theirs)
+        while shown.count(b"steps/s") < 2:
+            shown += os.read(ours, 65536)
+        job.process.terminate()
+        try:
+            while piece := os.read(ours, 65536):
+                shown += piece
+        except OSError:  # its last writer has gone
+            pass
+        _, err = top.communicate()
+    os.close(ours)
+    assert top.returncode == 0
+    assert b"the job is over" in err
+    assert b"rank" in shown
     job.ended()
 
 

@@ -148,6 +148,10 @@ class AgentHost:
             if hear is not None:
                 hear(node, told)
 
+    def shown(self) -> list[Message]:
+        """Collect what an operator sees of companions; see `recovery.api.ShownCompanion`."""
+        return [row for c in self._companions.values() if (show := getattr(c, "shown", None)) for row in show()]
+
     def stopped(self, generation: int) -> None:
         """Nothing of `generation` writes any more."""
         for companion in self._companions.values():

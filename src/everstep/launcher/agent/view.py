@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from everstep.launcher.agent.crew import Crew
+from everstep.launcher.agent.host import AgentHost
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.watch import Watch
 from everstep.launcher.agent.worker import Worker
@@ -33,6 +34,7 @@ class Seen(Protocol):
     watch: Watch
     roster: words.Roster | None
     run_dir: Path
+    host: AgentHost
 
 
 def node_view(agent: Seen, recent: Recent, now: float) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def node_view(agent: Seen, recent: Recent, now: float) -> dict[str, Any]:
         "step": agent.crew.step(),
         "typical_step_s": agent.watch.memory.learned.typical_s or None,
         "processes": list(_processes(agent, now)),
-        "tiers": recent.tiers(now),
+        "tiers": [*agent.host.shown(), *recent.tiers(now)],
         "faults": recent.faults(now),
         "notices": recent.notices(now),
     }

@@ -30,7 +30,7 @@ def _row(node: str, process: Found) -> tuple[str, ...]:
         node,
         f"rank {process['rank']}" if process["rank"] is not None else str(process["name"]),
         str(process["pid"]),
-        _STATES.get(str(process["state"]), str(process["state"])),
+        state(process["state"]),
         seconds(process["cpu_s"]),
         size(process["resident_bytes"]),
         "" if step is None else str(step),
@@ -64,6 +64,11 @@ def silent(told: Found) -> str:
     """Return a sentence about nodes that have not answered; empty where all have."""
     names = ", ".join(told["silent"])
     return f"{names} did not answer in time: stopped, cut off, or very busy" if names else ""
+
+
+def state(letter: str) -> str:
+    """Return what the kernel's letter for a process's state means."""
+    return _STATES.get(letter, letter)
 
 
 def seconds(value: float | None) -> str:
