@@ -68,12 +68,12 @@ def riders(config: LaunchConfig) -> Riders:
         return riding
     places = flags.places(given)
     cap = given.get("snapshot_memory")
-    several = config.nnodes > 1
+    several = config.several
     if several and any(place.tier == LOCAL for place in places):
         raise UsageError(
-            f"--checkpoint-local-dir with --nnodes {config.nnodes}: what the disk of one node holds of a checkpoint is "
-            "lost with that node. Leave it out, and EVERSTEP_CHECKPOINT_LOCAL_DIR too: --checkpoint-dir names a "
-            "directory that all nodes share."
+            f"--checkpoint-local-dir with --nnodes {config.nodes_text}: what the disk of one node holds of a "
+            "checkpoint is lost with that node. Leave it out, and EVERSTEP_CHECKPOINT_LOCAL_DIR too: --checkpoint-dir "
+            "names a directory that all nodes share."
         )
     cap_bytes, readers = None if cap is None else bytes_of(str(cap)), max(1, len(places))
     copies = peer_flags.copies_of(given)

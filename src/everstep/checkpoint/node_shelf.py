@@ -205,7 +205,7 @@ class NodeShelf(Beginnings):
         self._unsettled = set(self.here) if other else set()
         self._announce()  # before a rank that waits is answered
         for copy in decision.sources.values():
-            if other or copy.snapshot.rank in self.here:
+            if (other and self.here) or copy.snapshot.rank in self.here:  # a spare node has nothing to begin
                 self._have(copy, other)
         if not decision.sources:
             self._tell_those_here()

@@ -17,16 +17,17 @@ class Assignment:
     companions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     master: tuple[str, int] | None = None  # what the script shall find as MASTER_ADDR and MASTER_PORT; None: the store
     local: tuple[int, int] | None = None  # rank and number of ranks on this node, where an agent gives them
+    group: tuple[int, int] | None = None  # the same of nodes
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> "Assignment":
         """Take it from the agent's message."""
         host, port = message["store"]
-        master, local = message.get("master"), message.get("local")
+        master, local, group = message.get("master"), message.get("local"), message.get("group")
         return cls(
             message["generation"], message["epoch"], message["rank"], message["world_size"], (host, port),
             message["companions"], None if master is None else (master[0], master[1]),
-            None if local is None else (local[0], local[1]),
+            None if local is None else (local[0], local[1]), None if group is None else (group[0], group[1]),
         )  # fmt: skip
 
     def environment(self) -> dict[str, str]:
@@ -40,4 +41,6 @@ class Assignment:
         if self.local is not None:
             found |= {"LOCAL_RANK": str(self.local[0]), "LOCAL_WORLD_SIZE": str(self.local[1])}
             found |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": size}
+        if self.group is not None:
+            found |= {"GROUP_RANK": str(self.group[0]), "GROUP_WORLD_SIZE": str(self.group[1])}
         return found

@@ -25,7 +25,7 @@ class Job:
     def of(cls, config: LaunchConfig) -> Self:
         """Return what the command line asks for."""
         script = config.script if config.module or config.no_python else str(Path(config.script).resolve())
-        return cls(script, config.arguments, config.world_size)
+        return cls(script, config.arguments, config.most_ranks)
 
     def check(self, run_dir: Path) -> list[str]:
         """Compare with the last job in `run_dir`; return what an operator should know. UsageError for another job."""

@@ -17,7 +17,7 @@ from everstep.errors import ConfigurationError, UsageError
 from everstep.launcher.control.core.place import LOOPBACK, Place, place_of
 from everstep.launcher.core.unlike import grace_s
 from everstep.launcher.nodes.core.endpoint import Endpoint, endpoint_of
-from everstep.launcher.nodes.core.register import WIRE, node_name
+from everstep.launcher.nodes.core.register import WIRE
 from everstep.recovery.core.words import Policy
 from everstep.telemetry import more_room
 
@@ -40,7 +40,10 @@ class LaunchConfig:
     module: bool = False
     no_python: bool = False
     nproc: int = 1
-    nnodes: int = 1
+    nnodes: int = 1  # at most at work
+    least_nodes: int | None = None  # with how few of them it may begin and go on; None: it takes all
+    spare_nodes: int = 0  # beyond them, that wait
+    at_work: tuple[str, ...] = ()  # the nodes that have begun with ranks, when they are known
     endpoint: Endpoint | None = None  # where the agents of several nodes meet
     local_addr: str | None = None
     spares: int = 1
@@ -74,6 +77,8 @@ class LaunchConfig:
             raise UsageError(f"--nproc-per-node {self.nproc}: a world has at least one rank.")
         if self.spares < 0:
             raise UsageError(f"--spares {self.spares}: give 0 or more.")
+        if self.spare_nodes < 0:
+            raise UsageError(f"--spare-nodes {self.spare_nodes}: give 0 or more.")
         if self.max_restarts is not None and self.max_restarts < 0:
             raise UsageError(f"--max-restarts {self.max_restarts}: give 0 or more, or leave it out.")
         self._check_shrinking()
@@ -86,11 +91,16 @@ class LaunchConfig:
 
     def _check_shrinking(self) -> None:
         least, limit = self.min_world_size, self.replacement_timeout_s
-        if least is not None and not 1 <= least <= self.world_size:
+        most = self.most_ranks
+        if least is not None and not 1 <= least <= most:
             made = "--nproc-per-node" if self.nnodes == 1 else "--nnodes times --nproc-per-node"
             raise UsageError(
-                f"--min-world-size {least}: give 1 to {self.world_size} ({made}), or leave it out for a world "
-                "that keeps its size."
+                f"--min-world-size {least}: give 1 to {most} ({made}), or leave it out for a world that keeps its size."
+            )
+        if least is not None and self.least_nodes is not None and least < self.least_nodes * self.nproc:
+            raise UsageError(
+                f"--min-world-size {least} with --nnodes {self.nodes_text}: so many nodes have "
+                f"{self.least_nodes * self.nproc} ranks at least. Give that or more, or leave it out."
             )
         if limit is not None and not 0 <= limit < float("inf"):
             raise UsageError(f"--replacement-timeout {limit:g}: seconds, 0 or more.")
@@ -109,21 +119,43 @@ class LaunchConfig:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the job starts with, on all nodes."""
+        """How many ranks the job starts with, on all nodes; as many as it may have until that is known."""
+        return len(self.at_work) * self.nproc if self.at_work else self.most_ranks
+
+    @property
+    def most_ranks(self) -> int:
+        """How many ranks the job may have."""
         return self.nnodes * self.nproc
+
+    @property
+    def several(self) -> bool:
+        """True where agents of other nodes may come."""
+        return self.nnodes + self.spare_nodes > 1
+
+    @property
+    def nodes_text(self) -> str:
+        """As `--nnodes` has it."""
+        return str(self.nnodes) if self.least_nodes is None else f"{self.least_nodes}:{self.nnodes}"
+
+    @property
+    def least_ranks(self) -> int | None:
+        """With how few the job goes on where lost ones are not replaced; None: it keeps its size."""
+        by_nodes = None if self.least_nodes is None else self.least_nodes * self.nproc
+        return by_nodes if self.min_world_size is None else self.min_world_size
 
     @property
     def store_place(self) -> tuple[str, int]:
         """Where this node's store listens: on one node at the port that was asked for, else at the end point's side."""
-        if self.nnodes == 1:
+        if not self.several:
             return "127.0.0.1", self.master_port or 0
         return self.local_addr or "127.0.0.1", 0
 
     def terms(self, version: str) -> dict[str, Any]:
         """What all nodes of one job have in common."""
         return {
-            "version": version, "wire": WIRE, "job": self.run_id, "nnodes": self.nnodes, "nproc": self.nproc,
-            "wrapped": self.wrapped, "least": self.min_world_size, "restarts": self.max_restarts,
+            "version": version, "wire": WIRE, "job": self.run_id, "nnodes": self.nodes_text,
+            "spare_nodes": self.spare_nodes, "nproc": self.nproc, "wrapped": self.wrapped,
+            "least": self.min_world_size, "restarts": self.max_restarts,
         }  # fmt: skip
 
     @property
@@ -135,12 +167,13 @@ class LaunchConfig:
     def policy(self) -> Policy:
         """What the world machine is to know of it."""
         limit = self.replacement_timeout_s
-        if limit is None and self.min_world_size is not None:
+        if limit is None and self.least_ranks is not None:
             limit = REPLACEMENT_S
         known = Policy(
-            world_size=self.world_size, local_world_size=self.nproc, shares=self._shares,
-            max_restarts=self.max_restarts, deaf=not self.wrapped,
-            min_world_size=self.min_world_size, replace_deadline_s=limit,
+            world_size=self.most_ranks, local_world_size=self.nproc, shares=self._shares, by_node=self.several,
+            whole=self.least_nodes is not None or self.spare_nodes > 0, deaf=not self.wrapped,
+            max_restarts=self.max_restarts,
+            min_world_size=self.least_ranks, replace_deadline_s=limit,
         )  # fmt: skip
         if self.death_timeout_s is not None:
             known = replace(known, death_deadline_s=self.death_timeout_s)
@@ -148,9 +181,7 @@ class LaunchConfig:
 
     @property
     def _shares(self) -> tuple[tuple[str, int], ...]:
-        if self.nnodes == 1:
-            return ()
-        return tuple((node_name(number, self.nnodes), self.nproc) for number in range(self.nnodes))
+        return tuple((node, self.nproc) for node in self.at_work)
 
     def _check_times(self) -> None:
         soft, hard = self.soft_timeout_s, self.hard_timeout_s
@@ -202,7 +233,9 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         no_python=no_python,
         nproc=int(flags["nproc"]),
         nnodes=int(flags["nodes"]),
-        endpoint=endpoint_of(flags) if flags["nodes"] > 1 else None,
+        least_nodes=flags.get("least_nodes"),
+        spare_nodes=int(flags.get("spare_nodes") or 0),
+        endpoint=endpoint_of(flags) if flags["nodes"] + int(flags.get("spare_nodes") or 0) > 1 else None,
         local_addr=flags.get("local_addr"),
         spares=(1 if wrapped else 0) if spares is None else spares,
         max_restarts=_max_restarts(flags, wrapped),

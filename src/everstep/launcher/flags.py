@@ -56,6 +56,12 @@ def _built(extensions: Sequence[str]) -> tuple[argparse.ArgumentParser, list[Fin
 
     add("spares", type=int, default=None, help="Warm workers without a rank, ready to take one over (default 1).")
     add(
+        "spare-nodes",
+        type=int,
+        default=0,
+        help="Nodes beyond those of --nnodes that wait, their processes warm, and take the ranks of a lost one.",
+    )
+    add(
         "min-world-size",
         type=int,
         default=None,
@@ -154,11 +160,10 @@ def parse(argv: Sequence[str], extensions: Sequence[str] = ()) -> dict[str, Any]
         given["nproc"] = determine_local_world_size(given["nproc_per_node"])
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"{error}. Write for example --nnodes 1 --nproc-per-node 2.") from None
-    if low != high:
-        raise UsageError(
-            f"--nnodes {given['nnodes']}: everstep run starts a fixed number of nodes; write --nnodes {high}."
-        )
+    if given["standalone"] and given["spare_nodes"]:
+        raise UsageError("--standalone is a job of one node, and --spare-nodes are others: leave one of them out.")
     given["nodes"] = 1 if given["standalone"] else high
+    given["least_nodes"] = None if low == high or given["standalone"] else low
     if given["max_restarts"] is not None:
         given["max_restarts"] = _whole("--max-restarts", given["max_restarts"])
     return {name: value for name, value in given.items() if _plain(value)}

@@ -109,7 +109,7 @@ def _run(
         for text in nursery.notices:
             nursery.notice(text)
         started = RunStarted(
-            job=job, argv=tuple(argv), world_size=config.world_size, spares=config.spares, wrapped=config.wrapped,
+            job=job, argv=tuple(argv), world_size=config.most_ranks, spares=config.spares, wrapped=config.wrapped,
             script=here.script, arguments=here.arguments,
         )  # fmt: skip
         telemetry.emit(started)
@@ -146,10 +146,13 @@ def _meet(
     if meeting.hub_pid:
         nursery.spared.add(meeting.hub_pid)
     nursery.home = f"{nursery.home}/{joined.name}"  # machines with one boot id (containers) may number alike
-    others = ", ".join(f"{name} at {address}" for name, address in joined.present.items())
-    say(f"this is {joined.name}; the job runs on {others}")
-    line = Membership(loop, joined, meeting.linger)
-    return line, replace(config, local_addr=joined.present[joined.name])
+    config = replace(config, local_addr=joined.present[joined.name], at_work=joined.at_work)
+    told = {name: f"{name} at {address}" for name, address in joined.present.items()}
+    others, spare = ", ".join(told[n] for n in joined.at_work), [told[n] for n in told if n not in joined.at_work]
+    less = f", {len(joined.at_work)} of {config.nnodes} nodes" if len(joined.at_work) < config.nnodes else ""
+    waits = f"; spare {'is' if len(spare) == 1 else 'are'} {', '.join(spare)}" if spare else ""
+    say(f"this is {joined.name}; the job runs on {others}{less}{waits}")
+    return Membership(loop, joined, meeting.linger), config
 
 
 def _stand_somewhere() -> None:

@@ -120,7 +120,9 @@ def test_a_lost_node_s_ranks_are_taken_by_spares_of_another(nodes):
     assert "node-0 (127.0.0.1) is lost" in other.err
     last = [note for note in other.of("enter") if note["generation"] == 1]
     taken = min(last, key=lambda note: note["rank"])
-    assert (taken["rank"], taken["own"]["LOCAL_RANK"], taken["own"]["GROUP_RANK"]) == (0, "1", "1")
+    assert (taken["rank"], taken["own"]["LOCAL_RANK"]) == (0, "1")
+    for note in last:  # both stand on the one node that has ranks
+        assert (note["own"]["GROUP_RANK"], note["own"]["GROUP_WORLD_SIZE"]) == ("0", "1")
     assert len(weights([other])) == 1
     assert sorted(note["rank"] for note in other.of("end")) == [0, 1]
 
@@ -142,3 +144,63 @@ def test_nodes_that_do_not_fit_are_refused_with_words_and_the_others_end_too(nod
     assert any(re.search(said, one.err) for one in ended), [one.err[-500:] for one in ended]
     assert any("have not come to" in one.err for one in ended)
     assert not any(one.run_dir.exists() for one in ended)
+
+
+@pytest.mark.long
+def test_a_spare_node_takes_all_ranks_of_a_lost_one(nodes):
+    """Three nodes come, two work. `--nnodes 1:2`: nothing but the spare node keeps the world from shrinking."""
+    flags = ("--spare-nodes", "1", "--rdzv-conf", "last_call_timeout=240", "--spares", "0", "--nproc-per-node", "2")
+    own = [("--node-rank", str(number)) for number in range(3)]
+    job = nodes(TRAIN, "1:2", *flags, own=own, env={"PACE": "0.2", "STEPS": "25"})
+    job.jobs[1].wait_for("step", 6)
+    job.jobs[1].process.kill()
+    first, lost, spare = job.ended()
+    good([first, spare])
+    assert lost.code == -signal.SIGKILL
+    assert "the job runs on node-0 at 127.0.0.1, node-1 at 127.0.0.1; spare is node-2 at 127.0.0.1" in first.err
+    last = [note for note in of([first, spare], "enter") if note["generation"] == 1]
+    assert [note["rank"] for note in last if note in spare.of("enter")] == [2, 3]
+    for note in last:
+        own = note["own"]
+        assert (own["RANK"], own["WORLD_SIZE"], own["GROUP_RANK"], own["GROUP_WORLD_SIZE"]) == (
+            str(note["rank"]), "4", str(note["rank"] // 2), "2",
+        )  # fmt: skip
+        assert (own["LOCAL_RANK"], own["LOCAL_WORLD_SIZE"]) == (str(note["rank"] % 2), "2")
+    kept = {note["pid"] for note in first.of("enter")}
+    assert len(kept) == 2, "the node that lives has lost no process"
+    assert len(weights([first, spare])) == 1
+    assert entered([first])[0][1]["restore_step"] > 0
+
+
+PLAIN = """
+dist.init_process_group("gloo")
+own = {k: v for k, v in os.environ.items() if k.startswith(("RANK", "LOCAL_", "GROUP_", "WORLD", "ROLE_"))}
+note("enter", generation=int(os.environ["TORCHELASTIC_RESTART_COUNT"]), own=own)
+for step in range(40):
+    dist.all_reduce(torch.ones(1))
+    note("step", step=step)
+    time.sleep(0.1)
+note("end", weights=[])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", [pytest.param(TRAIN, id="wrapped"), pytest.param(PLAIN, id="plain")])
+def test_a_range_of_nodes_begins_with_who_comes_in_time_and_goes_on_with_fewer(nodes, text):
+    """Two of at most three come before the last call is over; one of them is lost; one is enough."""
+    own = [("--node-rank", str(number)) for number in range(2)]
+    flags = ("--rdzv-conf", "last_call_timeout=6", "--nproc-per-node", "2", "--spares", "0")
+    env = {"PACE": "0.2", "STEPS": "30"}
+    job = nodes(text, "1:3", *flags, own=own, env=env, wrapped=text is TRAIN)
+    job.jobs[0].wait_for("step", 6)
+    job.jobs[1].process.kill()
+    first, _ = job.ended()
+    good([first])
+    assert "the job runs on node-0 at 127.0.0.1, node-1 at 127.0.0.1, 2 of 3 nodes" in first.err
+    worlds = {note["generation"]: note["own"]["WORLD_SIZE"] for note in first.of("enter")}
+    assert worlds == {0: "4", 1: "2"}
+    last = sorted((n for n in first.of("enter") if n["generation"] == 1), key=lambda note: note["rank"])
+    places = [(n["own"]["LOCAL_RANK"], n["own"]["GROUP_RANK"], n["own"]["GROUP_WORLD_SIZE"]) for n in last]
+    assert places == [("0", "0", "1"), ("1", "0", "1")]
+    assert len(first.of("end")) == 2

@@ -177,10 +177,20 @@ def test_a_rank_of_several_nodes_sees_its_place_on_its_own():
 
 
 def test_a_job_of_several_nodes_knows_how_many_ranks_each_starts_with():
-    policy = LaunchConfig(script="x.py", nproc=2, nnodes=3, min_world_size=5).policy
-    assert (policy.world_size, policy.local_world_size) == (6, 2)
-    assert policy.shares == (("node-0", 2), ("node-1", 2), ("node-2", 2))
-    assert LaunchConfig(script="x.py", nproc=2).policy.shares == ()
+    config = LaunchConfig(script="x.py", nproc=2, nnodes=3, least_nodes=2, at_work=("node-0", "node-2"))
+    policy = config.policy
+    assert (policy.world_size, policy.local_world_size, policy.min_world_size, policy.by_node) == (6, 2, 4, True)
+    assert policy.shares == (("node-0", 2), ("node-2", 2))
+    assert (config.world_size, config.most_ranks) == (4, 6)
+    one = LaunchConfig(script="x.py", nproc=2)
+    assert (one.policy.shares, one.policy.by_node, one.several) == ((), False, False)
+    assert LaunchConfig(script="x.py", spare_nodes=1).several
+
+
+def test_fewer_ranks_than_the_fewest_nodes_have_are_refused():
+    with pytest.raises(UsageError, match="--min-world-size 3 with --nnodes 2:3: so many nodes have 4 ranks"):
+        LaunchConfig(script="x.py", nproc=2, nnodes=3, least_nodes=2, min_world_size=3)
+    assert LaunchConfig(script="x.py", nproc=2, nnodes=3, least_nodes=2, min_world_size=5).policy.min_world_size == 5
 
 
 def test_restarts_without_a_number_are_not_told_as_none(tmp_path):

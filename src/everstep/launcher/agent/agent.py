@@ -72,7 +72,6 @@ class Agent:
         self.ending: Ending | None = None
         self.stores = Stores(loop, nursery, config.store_place, self.nodes.store_changed, self.nodes.store_failed)
         self._lost_spares = 0
-        self.crew.group = (self.nodes.number, self.nodes.count)
         self._draining: int | None = None
         self._probed_s = 0.0  # when those that have completed were asked whether they hear
         self._due: float | None = None
@@ -117,7 +116,7 @@ class Agent:
             self.host.nodes(self.nodes.present)
             self.nodes.begin()
             self.tell(words.Ticked())
-            self.crew.keep_warm(self.config.nproc + self.config.spares)
+            self.crew.keep_warm(self._warm)
             self._tick()
             self.loop.run()
         except EverstepError as error:
@@ -197,7 +196,12 @@ class Agent:
             text = f"{MOST_LOST_SPARES} spares have died one after another; none is kept warm until the next fault"
             self.notice(text, "warning")
         if self._lost_spares < MOST_LOST_SPARES and not self.nursery.barren_for:
-            self.crew.keep_warm(self.config.spares)
+            self.crew.keep_warm(self._warm)
+
+    @property
+    def _warm(self) -> int:
+        """How many processes wait here: a node without ranks has those of a whole node ready."""
+        return self.config.spares + (0 if self.crew.ranks else self.config.nproc)
 
     def _spawn(self, count: int) -> None:
         """Processes are wanted in the place of lost ones, and without them there may be no next generation."""
@@ -255,7 +259,7 @@ class Agent:
         self.nodes.entered()
         self._lost_spares = 0
         if not self.nursery.barren_for:
-            self.crew.keep_warm(self.config.spares)
+            self.crew.keep_warm(self._warm)
 
     def _tell_ranks(self, roster: words.Roster, store: tuple[str, int]) -> None:
         newcomers = self.crew.seat(roster, self.nodes.name)
@@ -263,8 +267,8 @@ class Agent:
         for rank, worker in self.crew.ranks.items():
             assigned = {
                 "generation": roster.generation, "epoch": roster.epoch, "rank": rank, "world_size": roster.world_size,
-                "local": self.crew.local_of(rank), "store": list(store), "wrapped": self.config.wrapped,
-                "companions": told.get(rank, {}),
+                "local": self.crew.local_of(rank), "group": list(self.crew.group), "store": list(store),
+                "wrapped": self.config.wrapped, "companions": told.get(rank, {}),
             }  # fmt: skip
             if rank in newcomers:
                 self.crew.begin(worker, assigned, store, roster.generation)

@@ -53,7 +53,7 @@ class Crew:
         self.world_size = config.world_size  # of the present roster
         self._members = 0  # of it, those of this node
         self._places: dict[words.Incarnation, int] = {}
-        self.group: tuple[int, int] = (0, 1)  # this node's number, and how many the job was started on
+        self.group: tuple[int, int] = (0, 1)  # this node's place among those with ranks, and how many these are
 
     def __iter__(self) -> Iterator[Worker]:
         """All that live or are being born."""
@@ -109,6 +109,8 @@ class Crew:
         here = [member for member in roster.members if member.node == node]
         self._places = places(here, self._places, smaller=roster.world_size < self.world_size)
         self.ranks, self.world_size, self._members = {}, roster.world_size, len(here)
+        groups = list(dict.fromkeys(member.node for member in roster.members))
+        self.group = (groups.index(node) if here else 0, len(groups))
         newcomers: set[int] = set()
         for member in here:
             worker = self.who(member.incarnation)

@@ -64,8 +64,7 @@ class Single:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.name = NAME
-        self.number, self.count = 0, 1
+        self.name, self.number = NAME, 0
         self.cut_off = False
         self._publishing: words.Roster | None = None  # waits for a store
         self._storeless = False

@@ -3,8 +3,8 @@
 Rule 1: each agent acts on the processes of its own node alone; the ranks of another end with its agent.
 Rule 2: what companions keep is told before a roster (`kept`), when nobody here is in an earlier generation any more.
         The hub lets no roster be told before all nodes have said so: all companions answer from the same words.
-Rule 3: a node that is gone is not waited for: spares elsewhere take its ranks, else the world shrinks where it may,
-        else the job ends (75). `LOST_NODE_S` is for spares that are just being born.
+Rule 3: a node that is gone is not waited for: a spare node takes its ranks, else spares elsewhere, else the world
+        shrinks where it may, else the job ends (75). `LOST_NODE_S` is for spares that are just being born.
 """
 
 import signal
@@ -33,7 +33,7 @@ class Together:
 
     def __init__(self, agent: Agent, line: Membership) -> None:
         self._agent, self._line = agent, line
-        self.name, self.number, self.count = line.name, line.number, len(line.order)
+        self.name, self.number = line.name, line.number
         self._kept = -1
         self._started_store = self._storeless = False
         self._renewed = 0
@@ -149,10 +149,25 @@ class Together:
         agent.notice(why, "error")
         agent.host.nodes(self.present)
         self._keep_store()
-        if agent.world.roster is None:
+        if agent.world.roster is None and not self._begins_without(gone):
             agent.tell(words.EndRequested(int(ExitCode.BAD_NODE), f"{why}, before generation 0 began"))
             return
         self._bury(gone, why)
+
+    def _begins_without(self, gone: str) -> bool:
+        """Generation 0 has not begun: a spare node begins in its place, or fewer do. All decide alike."""
+        world = self._agent.world
+        shares = dict(world.policy.shares)
+        if gone not in shares:
+            return True
+        share = shares.pop(gone)
+        shares |= dict([(node, share) for node in self.present if node not in shares][:1])
+        least, most = world.policy.min_world_size, world.policy.world_size
+        if sum(shares.values()) < (most if least is None else least):
+            return False
+        policy = replace(world.policy, shares=tuple(sorted(shares.items())))
+        self._agent.world = replace(world, policy=policy)
+        return True
 
     def _bury(self, gone: str, why: str) -> None:
         """All that was there is dead."""
@@ -169,8 +184,13 @@ class Together:
             )  # fmt: skip
             agent.tell(words.Faulted(fault))
             self._wait_for_nobody()
-        for who in [*(m.incarnation for m in lost), *spares]:
-            agent.tell(agent.world.death_of(who, words.UNKNOWN_STATUS, agent.crew.step()))
+        whom = [*spares, *(m.incarnation for m in view.members if m.node == gone)]  # who is dead already, too
+        for who in whom:  # with the last of them it is known that the node is gone: its ranks are given away together
+            status = (
+                0 if who in spares else words.UNKNOWN_STATUS
+            )  # it was no fault of a spare's, which would be counted
+            death = agent.world.death_of(who, status, agent.crew.step())
+            agent.tell(replace(death, gone=gone if who is whom[-1] else ""))
 
     def _wait_for_nobody(self) -> None:
         """Until the next roster: no process is on its way to where the lost ones were."""

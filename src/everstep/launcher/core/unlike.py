@@ -46,7 +46,7 @@ def notices(given: Mapping[str, Any]) -> list[str]:
         value = given.get(name)
         if value is not None and not usual(value):
             told.append(f"{flag(name)} {value} changes nothing: {why}")
-    if given.get("nodes") == 1:
+    if given.get("nodes") == 1 and not given.get("spare_nodes"):
         told += [
             f"{flag(name)} {given[name]} changes nothing: the ranks of one node meet at 127.0.0.1"
             for name in ("master_addr", "local_addr")

@@ -15,8 +15,7 @@ class Nodes(Protocol):
     name: str
     """Of this node, as `Member.node` has it."""
     number: int
-    """Of this node, counted from 0; with `count`, how many the job was started on."""
-    count: int
+    """Of this node among those that have come, counted from 0."""
     cut_off: bool
     """The others go on without this node, or have ended: nothing may be written any more."""
 

@@ -7,7 +7,7 @@ since a hang is a property of the world (H1), of ranks.
     agent → hub:  join, fact (with a key: only the first one counts), views, limits, tell, beat, bye
     hub → agent:  waiting, refused, complete, fact, told, probe, condemn, beat, notice
 
-usage: python -m everstep.launcher.nodes.hub LINK_FD DOOR_FD (then one packet: terms, limits)
+usage: python -m everstep.launcher.nodes.hub LINK_FD DOOR_FD (then one packet: terms, limits, last_call_s)
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Hub:
 
     def __init__(self, loop: Loop, order: Mapping[str, Any], door: socket.socket, starter: Link) -> None:
         self._loop = loop
-        self._register = Register(order["terms"])
+        self._register = Register(order["terms"], float(order["last_call_s"]))
         self._minutes = Minutes(renewed=not order["terms"]["wrapped"])
         self._silence = Silence.of_nobody()
         self._judge = Judge.of(order["limits"])
@@ -110,20 +110,27 @@ class Hub:
 
     def _join(self, number: int, told: Mapping[str, Any]) -> None:
         stream, register = self._streams[number], self._register
-        refusal = register.join(number, told)
+        refusal = register.join(number, told, self._loop.clock.now())
         if refusal:
             stream.send({"kind": "refused", "text": refusal})
             self._streams.pop(number).close()
             self._notice(f"an agent ({told['who']}) was refused: {refusal}")
             return
         self._silence.heard(number, self._loop.clock.now())
-        if not register.complete:
+        if not self._begin():
             self._to_all({"kind": "waiting", "lacking": register.lacking})
-            return
+
+    def _begin(self) -> bool:
+        """Begin the job if it is time: enough have come."""
+        register = self._register
+        if not register.look(self._loop.clock.now()):
+            return False
         present = register.present
         self._minutes.begin(present)
+        told = {"kind": "complete", "nodes": present, "at_work": list(register.at_work)}
         for connection, node in list(register.here.items()):
-            self._streams[connection].send({"kind": "complete", "you": node.name, "nodes": present})
+            self._streams[connection].send({**told, "you": node.name})
+        return True
 
     def _ended(self, number: int) -> None:
         self._streams.pop(number, None)
@@ -227,6 +234,8 @@ class Hub:
                 self._lost(number, f"its agent was silent for {GIVEN_AWAY_S:g} s")
             for message, rank in self._judge.look(now):
                 self._send(self._ranks.get(rank, ""), {**message, "rank": rank})
+        else:
+            self._begin()
         self._end_if_deserted()
         self._loop.later(min(LOOK_S, BEAT_S), self._look)
 

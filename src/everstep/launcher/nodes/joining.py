@@ -39,6 +39,8 @@ class Joined:
     name: str
     present: Mapping[str, str]
     stream: "Arrival"
+    at_work: tuple[str, ...] = ()
+    """Nodes that begin with ranks; the others are spare."""
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Meeting:
         """Of the hub that this agent has started: its child, and not its own."""
 
     def join(self, terms: Mapping[str, Any], limits: Mapping[str, Any], local_addr: str | None) -> Joined:
-        """Meet all other agents. Raises ConfigurationError, with what to look at."""
+        """Meet all other agents, or as many as come in time. Raises ConfigurationError, with what to look at."""
         self._open_hub(terms, limits)
         line = self._connect()
         address = local_addr or line.getsockname()[0]
@@ -110,7 +112,7 @@ class Meeting:
         detach.start(_ENTRY, fds=fds, env={k: v for k, v in environ.snapshot().items() if k not in mark.words("")})
         theirs.close()
         door.close()
-        ours.send({"terms": dict(terms), "limits": dict(limits)})
+        ours.send({"terms": dict(terms), "limits": dict(limits), "last_call_s": endpoint.last_call_s})
         try:
             self.hub_pid = int(ours.receive()[0]["pid"])
         except LinkClosed:
@@ -181,7 +183,8 @@ class _Wait:
         """Take a word of the hub; return how we have joined, when all are here."""
         match message.get("kind"):
             case "complete":
-                return Joined(str(message["you"]), dict(message["nodes"]), arrival)
+                at_work = tuple(map(str, message["at_work"]))
+                return Joined(str(message["you"]), dict(message["nodes"]), arrival, at_work)
             case "refused":
                 raise ConfigurationError(f"the job at {self.endpoint} refuses this node: {message['text']}")
             case "waiting":

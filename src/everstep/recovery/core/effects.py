@@ -44,7 +44,8 @@ def note_announced(world: World, event: Announced, now: float) -> Outcome:
     """A fresh process is standby."""
     standbys = {**world.standbys, event.incarnation: Standby(event.facts, world.generation)}
     answered = event.facts.node == world.node
-    return replace(world, standbys=standbys, asked=max(0, world.asked - answered)), ()
+    gone = world.gone - {event.facts.node}
+    return replace(world, standbys=standbys, asked=max(0, world.asked - answered), gone=gone), ()
 
 
 def note_arrived(world: World, event: Arrived, now: float) -> Outcome:
@@ -59,8 +60,12 @@ def note_arrived(world: World, event: Arrived, now: float) -> Outcome:
 
 
 def note_died(world: World, event: Died, now: float) -> Outcome:
-    """A process is gone, whatever it was."""
+    """A process is gone, whatever it was; and its node with it, where that is lost."""
     who = event.incarnation
+    if event.gone:
+        world = replace(world, gone=world.gone | {event.gone})
+        if who in world.dead:
+            return world, ()
     world = replace(world, dead={**world.dead, who: event}, bereft=now)
     if world.listed(who):
         return replace(world, lost=world.lost | {who}), ()
@@ -164,7 +169,7 @@ def publish(world: World, event: object, now: float) -> Outcome:
     if world.roster is None:
         roster = assignment.first(world.epoch, world.policy.world_size, world.standbys, world.policy.shares)
     else:
-        roster = assignment.following(world.roster, world.survivors, world.standbys)
+        roster = assignment.following(world.roster, world.survivors, world.standbys, world.nodes)
     return replace(world, since=now), (Publish(roster),)
 
 
@@ -192,6 +197,7 @@ def enter(world: World, event: object, now: float) -> Outcome:
         roster=roster,
         ranks=ranks,
         own=own,
+        homes=assignment.homes(roster),
         dead=dead,
         lost=frozenset(i for i in dead if i in ranks),
         standbys=_without(world.standbys, ranks),

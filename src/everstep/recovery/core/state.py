@@ -1,8 +1,9 @@
 """What an agent knows of the world: facts, and the phase that follows from them.
 
 Rule 1: facts only grow within their generation; they are dropped when it is over, never changed.
-Rule 2: what can be derived is not stored, but for `ranks`, `own` and `lost`: they spare a walk over all ranks at every
-        event. Nor may an event cost a copy of what thousands of others have left: arrivals are kept in a `Growing`.
+Rule 2: what can be derived is not stored, but for `ranks`, `own`, `homes` and `lost`: they spare a walk over all ranks
+        at every event. Nor may an event cost a copy of what thousands of others have left: arrivals are kept in a
+        `Growing`.
 """
 
 import enum
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from everstep.recovery.core.assignment import Standby
+from everstep.recovery.core.assignment import Nodes, Standby, fillable
 from everstep.recovery.core.growing import Growing
 from everstep.recovery.core.words import Died, Facts, Fault, Incarnation, Member, Policy, Roster, Stage
 
@@ -42,7 +43,9 @@ class World:
     roster: Roster | None = None  # the last one entered
     ranks: Mapping[Incarnation, int] = field(default_factory=dict[Incarnation, int])  # of `roster`
     own: tuple[Incarnation, ...] = ()  # of `roster`, those of this node
+    homes: frozenset[str] = frozenset()  # of `roster`, the nodes of its members
     lost: frozenset[Incarnation] = frozenset()  # members of `roster` that are dead
+    gone: frozenset[str] = frozenset()  # nodes that are lost, and of which no new process has come since
     bereft: float = 0.0  # when a process was last lost: from then on its replacement is awaited
     standbys: Mapping[Incarnation, Standby] = field(default_factory=dict[Incarnation, Standby])
     arrived: Mapping[int, Arrivals] = field(default_factory=dict[int, Arrivals])
@@ -120,7 +123,18 @@ class World:
             at = Counter(standby.facts.node for standby in self.standbys.values())
             return sum(max(0, share - at[node]) for node, share in self.policy.shares)
         gaps = len(self.lost) if self.roster else self.policy.world_size
-        return max(0, gaps - len(self.standbys))
+        nodes = self.nodes
+        if self.roster is None or nodes is None or gaps == 0:
+            return max(0, gaps - len(self.standbys))
+        return gaps - fillable((self.members[self.ranks[i]] for i in self.lost), self.standbys, nodes, self.homes)
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """What is known of nodes, where ranks are given by them."""
+        policy = self.policy
+        if not policy.by_node or policy.local_world_size is None:
+            return None
+        return Nodes(self.gone, policy.local_world_size, policy.world_size, policy.whole)
 
     @property
     def wanting(self) -> int:

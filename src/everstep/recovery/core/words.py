@@ -151,6 +151,7 @@ class Died:
     step: int | None = None  # last step done in the world, as its own agent saw it
     generation: int | None = None  # that `stage` speaks of, the last that its own agent entered; None: the present one
     unasked: bool = False  # it was ending by itself before our own order to end it came
+    gone: str = ""  # the node that is lost, and this process with it: the last of its processes of which that is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +298,8 @@ class Policy:
     finish_deadline_s: float = 1800.0  # for the others to come to their ends where one has ended badly after the end
     local_world_size: int | None = None  # ranks that this node starts with; None: all of them
     shares: tuple[tuple[str, int], ...] = ()  # of all nodes: how many each starts with; empty: whoever comes first
+    by_node: bool = False  # a standby of a node without ranks takes one of a lost node, never one of a node that lives
+    whole: bool = False  # and ranks never move otherwise: a node has all of its ranks or none
     min_world_size: int | None = None  # survivors go on while they are so many; None: a world never shrinks
     replace_deadline_s: float | None = None  # for a fresh process in the place of one that is lost; then the world
     # shrinks, or ends where it may not. None: at once where it may shrink, else `start_deadline_s`

@@ -171,9 +171,12 @@ TRANSITIONS: Mapping[Phase, Mapping[type, Rows]] = {
 }
 
 
-def begin(node: str, policy: Policy, epoch: int = 0) -> World:
-    """Return the view of an agent that has just started; a first `Ticked` makes it ask for processes."""
-    return World(node, policy, epoch)
+def begin(node: str, policy: Policy, epoch: int = 0, generation: int = 0) -> World:
+    """Return the view of an agent that has just started; a first `Ticked` makes it ask for processes.
+
+    `generation`: of a world that runs already, whose roster it hears next.
+    """
+    return World(node, policy, epoch, generation=generation)
 
 
 def step(world: World, event: Event, now: float) -> tuple[World, tuple[Command, ...]]:
@@ -216,8 +219,8 @@ def _stale(world: World, event: Event) -> bool:
     match event:
         case Announced(who, _):
             return who in world.standbys or who in world.ranks or who in world.dead or who in world.killed
-        case Died(who):
-            return who in world.dead
+        case Died(who, gone=gone):
+            return who in world.dead and (not gone or gone in world.gone)
         case Wedged(who):
             return who in world.dead or who in world.killed
         case Arrived(generation) | Completed(generation) | Faulted(Fault(generation)):

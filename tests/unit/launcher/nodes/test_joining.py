@@ -106,7 +106,7 @@ def test_all_are_here_and_what_follows_is_kept_for_whoever_takes_over():
     nodes = {"node-0": "10.0.0.1", "node-1": "10.0.0.2"}
     messages = [
         {"kind": "waiting", "lacking": "1 of 2 nodes"},
-        {"kind": "complete", "you": "node-1", "nodes": nodes},
+        {"kind": "complete", "you": "node-1", "nodes": nodes, "at_work": ["node-0"]},
         {"kind": "fact", "fact": {"is": "kept"}},
     ]
     with Server(says(*messages)) as server:

@@ -7,7 +7,7 @@ waits for ever, and all come to one end.
 
 import json
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -116,7 +116,7 @@ class Agent:
     # what the machine commands
 
     def do_spawn(self, command):
-        for _ in range(command.count):
+        for _ in range(command.count - self.todo.count(self.born)):  # a level
             self.todo.append(self.born)
 
     def born(self):
@@ -131,8 +131,12 @@ class Agent:
 
     def do_stop(self, command):
         worker = self.of(command.incarnation)
-        if worker is not None:
-            worker.running, worker.owes = None, command.generation + 1
+        if worker is None:
+            return
+        worker.running, worker.owes = None, command.generation + 1
+        if not self.config.wrapped:  # it would not hear: it ends
+            worker.owes = None
+            self.todo.append(lambda: self.dies(worker, -15))
 
     def do_kill(self, command):
         worker = self.of(command.incarnation)
@@ -196,21 +200,27 @@ class Agent:
 class Sim:
     """The hub, and chance."""
 
-    def __init__(self, seed, count, nproc, *, spares=0, harms=0, losses=0, least=None, wrapped=True):
+    def __init__(
+        self, seed, count, nproc, *, spares=0, harms=0, losses=0, least=None, wrapped=True, least_nodes=None, waiting=0,
+        losing=0.02,
+    ):  # fmt: skip
+        """`waiting`: spare nodes beside the `count` at work."""
         self.chance, self.now, self._number = random.Random(seed), 0.0, 0
-        self.harms, self.losses = harms, losses
-        self.names = [f"node-{n}" for n in range(count)]
+        self.harms, self.losses, self.losing = harms, losses, losing
+        self.names = [f"node-{n}" for n in range(count + waiting)]
+        self.nproc, self.spares = nproc, spares
         self.minutes = Minutes(renewed=not wrapped)
         self.minutes.begin(self.names)
         config = LaunchConfig(
             script="s", nproc=nproc, nnodes=count, endpoint=Endpoint("h", 1, None, None), min_world_size=least,
-            wrapped=wrapped, max_restarts=1000,
+            wrapped=wrapped, max_restarts=1000, least_nodes=least_nodes, spare_nodes=waiting,
+            at_work=tuple(self.names[:count]),
         )  # fmt: skip
         self.agents = [Agent(self, name, config) for name in self.names]
         for agent in self.agents:
             agent.nodes.begin()
             agent.tell(words.Ticked())
-            for _ in range(spares):
+            for _ in range(spares + nproc * (agent.name not in config.at_work)):
                 agent.todo.append(agent.born)
 
     def number(self):
@@ -234,7 +244,7 @@ class Sim:
             acts += [(self.do, agent)] * bool(agent.todo)
             busy = [w for w in agent.workers if w.alive and (w.running is not None or w.owes is not None)]
             acts += [(lambda a=agent, w=worker: a.work(w),) for worker in busy]
-            if self.losses and len(self.living()) > 1 and self.chance.random() < 0.02:
+            if self.losses and len(self.living()) > 1 and self.chance.random() < self.losing:
                 acts.append((self.lose, agent))
         if not acts:
             return False
@@ -297,6 +307,19 @@ class Sim:
             assert agent.ending is not None, (agent.name, agent.world.phase, agent.world.generation)
         return {agent.ending.code for agent in self.living()}
 
+    def rosters(self):
+        return {roster.generation: roster for agent in self.agents for roster, _ in agent.entries}
+
+    def check_whole(self):
+        """A node has all of its ranks or none, and those that move go together."""
+        before = {}
+        for roster in sorted(self.rosters().values(), key=lambda r: r.generation):
+            counts = Counter(member.node for member in roster.members)
+            assert set(counts.values()) <= {self.nproc}, roster
+            moved = {m.node: before[m.rank] for m in roster.members if before.get(m.rank, m.node) != m.node}
+            assert not before or len(counts) < len(set(before.values())) or not set(moved) & set(before.values())
+            before = {member.rank: member.node for member in roster.members}
+
 
 @pytest.mark.parametrize(("count", "nproc"), [(2, 1), (2, 2), (3, 1), (4, 2)])
 def test_workers_that_fail_or_die_on_any_node_never_end_or_halt_the_job(count, nproc):
@@ -327,16 +350,49 @@ def test_lost_nodes_shrink_the_world_or_end_it_alike_for_all():
     assert {0, 75} <= codes
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_spare_node_takes_all_ranks_of_a_lost_one_and_never_one_of_a_node_that_lives(wrapped):
+    moved = 0
+    for seed in range(60):
+        sim = Sim(seed, 3, 2, harms=seed % 4, losses=1 + seed % 2, wrapped=wrapped, waiting=2)
+        sim.run()
+        assert sim.check() <= {0, 1}, seed  # 1: a node was lost on the way to its end, when all had completed
+        sim.check_whole()
+        moved += any(m.node not in sim.names[:3] for r in sim.rosters().values() for m in r.members)
+    assert moved > 20
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_world_of_fewer_nodes_goes_on_down_to_the_least(wrapped):
+    codes, sizes = Counter(), set()
+    for seed in range(60):
+        sim = Sim(
+            seed, 4, 2, harms=seed % 3, losses=seed % 4, losing=0.05, wrapped=wrapped, least_nodes=2 + seed // 30,
+            waiting=seed % 2,
+        )  # fmt: skip
+        sim.run()
+        ends = sim.check()
+        assert len(ends) == 1, (seed, ends)
+        codes.update(ends)
+        sim.check_whole()
+        sizes |= {roster.world_size for roster in sim.rosters().values() if roster.members}
+    assert codes[0] > 30
+    assert codes[75] > 5
+    assert codes.keys() <= {0, 1, 75}  # 1: as above
+    assert sizes == {4, 6, 8}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_two_thousand_worlds():
     for seed in range(2_000):
         rng = random.Random(f"long {seed}")
         count = rng.randint(2, 5)
-        least = rng.choice((None, 1, count))
+        wrapped = rng.random() < 0.7
+        least = rng.choice((None, 1, count)) if wrapped else None
         sim = Sim(
             seed, count, rng.randint(1, 2), spares=rng.randint(0, 2), harms=rng.randint(0, 6),
-            losses=rng.randint(0, count - 1), least=least,
+            losses=rng.randint(0, count - 1), least=least, waiting=rng.randint(0, 2), wrapped=wrapped,
         )  # fmt: skip
         sim.run()
         assert len(sim.check()) <= 1, seed

@@ -63,6 +63,56 @@ def test_who_was_announced_while_gathering_was_started_for_it():
     assert new.members[0].fresh
 
 
+def spare_node(name, count, first=10):
+    return {k: v for n in range(count) for k, v in standby(first + n, name).items()}
+
+
+def by_node(old, ranks, standbys, *gone, share=2, most=6):
+    nodes = assignment.Nodes(frozenset(gone), share, most)
+    return assignment.following(old, survivors(old, *ranks), standbys, nodes)
+
+
+def nodes_of(roster):
+    return "".join(m.node for m in roster.members)
+
+
+@pytest.mark.parametrize(
+    ("world", "left", "waits", "gone", "most", "becomes"),
+    [
+        # a spare node takes the ranks of a lost one, all of them, though another node has a spare of a lower slot
+        ({"a": 2, "b": 2}, (0, 1), spare_node("s", 3) | standby(2, "a"), "b", 4, "aass"),
+        # the first that has enough, not the first
+        ({"a": 2, "b": 2}, (0, 1), spare_node("r", 1) | spare_node("s", 2), "b", 4, "aass"),
+        # one of a node that is here is its own node's to replace, never a spare node's
+        ({"a": 2, "b": 2}, (0, 1, 2), spare_node("s", 3), "", 4, "aab"),
+        ({"a": 2, "b": 2}, (0, 1, 2), spare_node("s", 3) | standby(4, "b"), "", 4, "aabb"),
+        # a spare of another node that has ranks helps where no spare node is left
+        ({"a": 2, "b": 2}, (0, 1), standby(2, "a") | standby(3, "a"), "b", 4, "aaaa"),
+        # two are lost, one node waits: the first of them, and the world shrinks by a node
+        ({"a": 2, "b": 2, "c": 2}, (0, 1), spare_node("s", 2), "bc", 6, "aass"),
+        # all workers of an unwrapped script are gone, and none comes to stand elsewhere
+        ({"a": 2, "b": 2}, (), spare_node("s", 2) | standby(4, "a") | standby(5, "a"), "b", 4, "aass"),
+        # a world that may be larger takes whole nodes, in the order of their names
+        ({"a": 2}, (0, 1), spare_node("t", 2) | spare_node("s", 3), "", 6, "aasstt"),
+        ({"a": 2}, (0, 1), spare_node("t", 2) | spare_node("s", 1), "", 6, "aatt"),
+        ({"a": 2}, (0, 1), spare_node("t", 2) | spare_node("s", 3), "", 5, "aass"),
+        # it shrinks and grows in one
+        ({"a": 2, "b": 2}, (0, 1, 2), spare_node("s", 2), "", 6, "aabss"),
+    ],
+)
+def test_ranks_are_given_by_whole_nodes(world, left, waits, gone, most, becomes):
+    new = by_node(start(**world), left, waits, *gone, most=most)
+    assert nodes_of(new) == becomes
+    assert [m.rank for m in new.members] == list(range(len(becomes)))
+    assert len({m.incarnation for m in new.members}) == len(becomes)
+    assert set(new.standby) == waits.keys() - {m.incarnation for m in new.members}
+
+
+def test_a_larger_world_says_who_has_come():
+    new = by_node(start(a=2), (0, 1), spare_node("s", 2) | spare_node("t", 2))
+    assert new.reason == "generation 1: ranks 0-1 kept; ranks 2-5 on s and t"
+
+
 def test_the_end_is_a_roster_without_members():
     end = assignment.final(start(a=2), "")
     assert (end.generation, end.members, end.world_size) == (1, (), 0)

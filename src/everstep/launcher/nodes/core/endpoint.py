@@ -10,8 +10,10 @@ DEFAULT_PORT = 29500
 """torchrun's own, for an end point that names none."""
 CONNECT_S = 60.0
 JOIN_S = 600.0
+LAST_CALL_S = 30.0
+"""torchrun's own: so long is waited for more nodes where as many as must be there have come."""
 _BACKENDS = ("static", "c10d")
-_KNOWN = ("timeout", "join_timeout", "read_timeout", "rank", "is_host")
+_KNOWN = ("timeout", "join_timeout", "last_call_timeout", "read_timeout", "rank", "is_host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Endpoint:
     node_rank: int | None
     connect_s: float = CONNECT_S
     join_s: float = JOIN_S
+    last_call_s: float = LAST_CALL_S
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -55,7 +58,8 @@ def endpoint_of(flags: Mapping[str, Any]) -> Endpoint:
         hosts = conf["is_host"].lower() in ("1", "true", "t", "yes", "y")
     connect_s = _seconds(conf, "read_timeout", CONNECT_S)
     join_s = _seconds(conf, "join_timeout", _seconds(conf, "timeout", JOIN_S))
-    return Endpoint(host, port, hosts, node_rank, min(connect_s, join_s), join_s)
+    last_call_s = _seconds(conf, "last_call_timeout", LAST_CALL_S)
+    return Endpoint(host, port, hosts, node_rank, min(connect_s, join_s), join_s, last_call_s)
 
 
 def _split(text: str) -> tuple[str, int]:

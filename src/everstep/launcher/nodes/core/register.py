@@ -2,8 +2,10 @@
 
 Rule 1: all agents of a job were started alike: what differs from the terms of the first is refused by its name.
 Rule 2: a node that was given a rank has it; the others get the lowest that are left, in the order in which they came.
-        The numbers are given out when all are here, and never change.
-Rule 3: nobody comes back: a node that is gone is gone, with all that it held.
+        The numbers are given out when the job begins, and never change.
+Rule 3: the job begins when every place is taken, of nodes at work and of spare ones; or when as many as must be at work
+        are here and `last_call_s` have passed since, as torchrun's last call.
+Rule 4: nobody comes back: a node that is gone is gone, with all that it held.
 """
 
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ _MEND: Mapping[str, tuple[str, str]] = {
     "wire": ("version {} of the words between nodes", "Install one version of Everstep on all nodes"),
     "job": ("a job of --rdzv-id {}", "Another job meets at this end point: give each its own --rdzv-endpoint"),
     "nnodes": ("--nnodes {}", "Give all nodes the same number"),
+    "spare_nodes": ("--spare-nodes {}", "Give all nodes the same number"),
     "nproc": ("--nproc-per-node {}", "Give all nodes the same number"),
     "wrapped": ("a script that names everstep: {}", "Start the same script on all nodes"),
     "least": ("--min-world-size {}", "Give all nodes the same"),
@@ -38,38 +41,64 @@ class Node:
     given: int | None
     address: str
     who: str  # for people: host name and pid
-    name: str = ""  # when all are here
+    name: str = ""  # when the job has begun
 
 
 @dataclass
 class Register:
-    """See the rules above."""
+    """See the rules above. Times are seconds, by one clock."""
 
     terms: Mapping[str, Any]
+    last_call_s: float = 30.0
     here: dict[int, Node] = field(default_factory=dict[int, Node])
     complete: bool = False
+    at_work: tuple[str, ...] = ()
+    """The nodes that the job began with, spare ones left out; known when it is complete."""
+    _enough_s: float | None = None
 
     @property
-    def nodes(self) -> int:
-        """How many the job has."""
-        return int(self.terms["nnodes"])
+    def least(self) -> int:
+        """With how few nodes the job may begin."""
+        return int(str(self.terms["nnodes"]).partition(":")[0])
+
+    @property
+    def most(self) -> int:
+        """How many are at work where they come in time."""
+        return int(str(self.terms["nnodes"]).rpartition(":")[2])
+
+    @property
+    def places(self) -> int:
+        """How many there are, with those of spare nodes."""
+        return self.most + int(self.terms.get("spare_nodes") or 0)
 
     @property
     def lacking(self) -> str:
         """Say whom the others wait for."""
         known = {node.given for node in self.here.values() if node.given is not None}
-        if len(known) == len(self.here):
-            return f"nodes {brief(set(range(self.nodes)) - known)} of {self.nodes}"
-        return f"{self.nodes - len(self.here)} of {self.nodes} nodes"
+        if self.least == self.most == self.places and len(known) == len(self.here):
+            return f"nodes {brief(set(range(self.places)) - known)} of {self.places}"
+        if len(self.here) < self.least:
+            few = "" if self.least == self.most else " at least"
+            return f"{self.least - len(self.here)} of{few} {self.least} nodes"
+        return f"{self.places - len(self.here)} more nodes, for {self.last_call_s:g} s at most"
 
-    def join(self, connection: int, told: Mapping[str, Any]) -> str:
+    def join(self, connection: int, told: Mapping[str, Any], now: float) -> str:
         """Take in an agent; return why not, or nothing."""
         refusal = self._refusal(told)
         if not refusal:
             self.here[connection] = Node(told["node_rank"], str(told["address"]), str(told["who"]))
-            if len(self.here) == self.nodes:
-                self._number()
+            if len(self.here) == self.least:
+                self._enough_s = now
         return refusal
+
+    def look(self, now: float) -> bool:
+        """Tell whether the job begins now: then everybody has a name."""
+        if self.complete or self._enough_s is None or len(self.here) < self.least:
+            return False
+        if len(self.here) < self.places and now - self._enough_s < self.last_call_s:
+            return False
+        self._number()
+        return True
 
     def _refusal(self, told: Mapping[str, Any]) -> str:
         terms, rank = told["terms"], told["node_rank"]
@@ -77,22 +106,25 @@ class Register:
             ours, theirs = self.terms.get(name), terms.get(name)
             if ours != theirs:
                 return f"{what.format(theirs)} here, {what.format(ours)} on the node that came first. {mend}."
-        if rank is not None and not (isinstance(rank, int) and 0 <= rank < self.nodes):
-            return f"--node-rank {rank} of {self.nodes} nodes: give 0 to {self.nodes - 1}."
+        if rank is not None and not (isinstance(rank, int) and 0 <= rank < self.places):
+            return f"--node-rank {rank} of {self.places} nodes: give 0 to {self.places - 1}."
         taken = next((node.who for node in self.here.values() if rank is not None and node.given == rank), None)
         if taken is not None:
             return f"--node-rank {rank} is taken by {taken}. Give each node its own."
-        if self.complete or len(self.here) == self.nodes:
-            return f"all {self.nodes} nodes of this job have come already. A node that was lost cannot join again yet."
+        if self.complete or len(self.here) == self.places:
+            return (
+                f"this job has begun with {len(self.here)} nodes. A node that is late or was lost cannot join it yet."
+            )
         return ""
 
     def _number(self) -> None:
         self.complete = True
         given = {node.given for node in self.here.values()}
-        free = iter(number for number in range(self.nodes) if number not in given)
+        free = iter(number for number in range(self.places) if number not in given)
         for _, node in sorted(self.here.items()):
             node.given = next(free) if node.given is None else node.given
-            node.name = node_name(node.given, self.nodes)
+            node.name = node_name(node.given, self.places)
+        self.at_work = tuple(self.present)[: self.most]
 
     @property
     def present(self) -> dict[str, str]:
@@ -101,7 +133,10 @@ class Register:
 
     def leave(self, connection: int) -> Node | None:
         """A connection has ended; return whose it was."""
-        return self.here.pop(connection, None)
+        node = self.here.pop(connection, None)
+        if node is not None and not self.complete and len(self.here) < self.least:
+            self._enough_s = None
+        return node
 
     def connection_of(self, name: str) -> int | None:
         """Return the connection of a node that is here."""
