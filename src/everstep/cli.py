@@ -20,6 +20,7 @@ _COMMANDS = {
     "doctor": "everstep.doctor.commands",
     "top": "everstep.operator.top",
     "ps": "everstep.operator.ps",
+    "kill": "everstep.operator.kill",
     "stacks": "everstep.operator.stacks",
     "faults": "everstep.faults.commands",
     "bench": "everstep.experiments.bench.commands",

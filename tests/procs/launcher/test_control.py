@@ -139,9 +139,15 @@ def test_where_ranks_stand_is_told_culprit_first_and_who_cannot_answer_too(start
     assert stood(groups[1:]) == [[1], [0]]
     os.kill(ranks[2], signal.SIGCONT)
     until(lambda: groups_of(capsys, run), lambda found: stood(found) == [[1], [0, 2]])
-    job.process.terminate()
+    assert [event for event in job.events() if event["event"] == "FaultNoticed"] == [], "nobody was judged for it"
+    assert asked(capsys, "kill", run, "--rank", "1")[0] == 0
+    job.wait_for("step", 6)
+    assert asked(capsys, "kill", run, "--rank", "3")[0] == 1
+    assert asked(capsys, "kill", run)[0] == 64, "neither a rank nor the job"
+    assert asked(capsys, "kill", run, "--job")[0] == 0
     ended = job.ended()
-    assert ended.events("FaultNoticed") == [], "nobody was judged for it"
+    assert ended.code == 93
+    assert [(fault["kind"], fault["injured_rank"]) for fault in ended.events("FaultNoticed")] == [("death", 1)]
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
     GET /v1/ps       what each node sees of itself
     GET /v1/stacks   where each rank stands
+    POST /v1/kill    end a rank's process, or the job
 
     agent ─▶ control.ask {number, what, arguments}     to the companion of this prefix on each other node
     agent ◀─ control.answer {number, found}
@@ -16,22 +17,25 @@ import functools
 import itertools
 import os
 import secrets
+import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from everstep.errors import ConfigurationError
+from everstep.errors import ConfigurationError, ExitCode
 from everstep.launcher.agent.standing import Standing
 from everstep.launcher.agent.view import Seen, node_view
-from everstep.launcher.control.core.http import Request, Response, answer
+from everstep.launcher.control.core.http import Request, Response, answer, refusal
 from everstep.launcher.control.core.recent import Recent
 from everstep.launcher.control.core.rights import admit
+from everstep.launcher.control.core.wishes import wish_of
 from everstep.launcher.control.server import Answer, Server
 from everstep.process.loop import Loop
 from everstep.recovery import control_file
 from everstep.recovery.api import Child, Host, Message, NodeHost
+from everstep.recovery.core import words
 from everstep.recovery.core.words import Roster
 from everstep.telemetry import Telemetry
 
@@ -95,11 +99,12 @@ class Control:
         self._local: Mapping[str, Callable[[Mapping[str, Any], Then], None]] = {
             "ps": lambda _, then: then(self._look()),
             "stacks": lambda _, then: self._standing.ask(then),
+            "kill": lambda arguments, then: then(self._kill_here(int(arguments["rank"]))),
         }
         self._questions = {what: _Question(what, limit_s) for what, limit_s in (("ps", LOOK_S), ("stacks", STAND_S))}
         self._routes: Mapping[str, Callable[[Request, Answer], None]] = {
             f"/v1/{what}": functools.partial(self._ask, question) for what, question in self._questions.items()
-        }
+        } | {"/v1/kill": self._kill}
 
     # -- its life ------------------------------------------------------------------------------------------------
 
@@ -157,6 +162,42 @@ class Control:
         for reply in waiting:
             reply(told)
 
+    def _kill(self, request: Request, reply: Answer) -> None:
+        wish = wish_of(request)
+        if isinstance(wish, Response):
+            reply(wish)
+        elif wish.rank is None:
+            reply(answer({"ending": True}))
+            told = words.EndRequested(int(ExitCode.DO_NOT_REQUEUE), "ended by an operator, with everstep kill --job")
+            self._agent.nodes.say(told)
+        else:
+            self._kill_rank(wish.rank, reply)
+
+    def _kill_rank(self, rank: int, reply: Answer) -> None:
+        """Whoever has it now is asked: the agent of its node."""
+        roster = self._agent.roster
+        home = next((m.node for m in roster.members if m.rank == rank), None) if roster is not None else None
+        if roster is None or home is None:
+            ranks = "it has no ranks yet" if roster is None else f"its ranks are 0 to {roster.world_size - 1}"
+            reply(refusal(409, f"this job has no rank {rank}: {ranks}"))
+            return
+
+        def heard(found: Mapping[str, Found]) -> None:
+            told = found.get(home, {"why": f"{home}, where rank {rank} is, did not answer in {LOOK_S:g} s"})
+            reply(refusal(409, str(told["why"])) if told.get("why") else answer(told))
+
+        self._gather("kill", {"rank": rank}, LOOK_S, heard, [home])
+
+    def _kill_here(self, rank: int) -> Found:
+        """As from outside: its death is a fault like any other."""
+        worker = self._agent.crew.ranks.get(rank)
+        if worker is None or worker.last is not None or not worker.process.pid:
+            return {"why": f"rank {rank} has no process now: its place is being filled, or it has ended"}
+        pid = worker.process.pid
+        self._agent.notice(f"rank {rank} (pid {pid}) is killed: an operator asked for it", "warning")
+        worker.process.signal(signal.SIGKILL)
+        return {"rank": rank, "node": self._agent.nodes.name, "pid": pid}
+
     def _whole(self, found: Mapping[str, Found]) -> dict[str, Any]:
         nodes = self._agent.nodes
         return {
@@ -170,17 +211,24 @@ class Control:
     # -- nodes ---------------------------------------------------------------------------------------------------
 
     def _gather(
-        self, what: str, arguments: Mapping[str, Any], limit_s: float, then: Callable[[Mapping[str, Found]], None]
+        self,
+        what: str,
+        arguments: Mapping[str, Any],
+        limit_s: float,
+        then: Callable[[Mapping[str, Found]], None],
+        whom: Collection[str] | None = None,
     ) -> None:
-        """Ask all nodes that are here; `then` comes once, with what those have found that answered in time."""
+        """Ask `whom`, else all nodes that are here; `then` comes once, with what those found that answered in time."""
         own, number = self._agent.nodes.name, next(self._numbers)
-        others = [node for node in self._agent.nodes.present if node != own]
+        asked = self._agent.nodes.present if whom is None else whom
+        others = [node for node in asked if node != own]
         message = {"kind": "control.ask", "number": number, "what": what, "arguments": dict(arguments)}
-        self._rounds[number] = _Round({own, *others}, deque(others), message, then)
+        self._rounds[number] = _Round(set(asked), deque(others), message, then)
         self._agent.loop.later(limit_s, lambda: self._conclude(number))
         for _ in range(AT_ONCE):
             self._ask_next(number)
-        self._local[what](arguments, lambda found: self._heard(number, own, found))
+        if own in asked:
+            self._local[what](arguments, lambda found: self._heard(number, own, found))
 
     def _ask_next(self, number: int) -> None:
         """Ask one more node; the next when it has answered, or does not in a while."""

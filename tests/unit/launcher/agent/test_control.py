@@ -1,6 +1,7 @@
 """One agent answers for all nodes: whom it asks, whom it waits for, and what a flood of questions costs."""
 
 import json
+import signal
 from collections import Counter
 from types import SimpleNamespace
 
@@ -31,7 +32,9 @@ class Agents:
 
     def __init__(self, count):
         self.loop, self.post, self.deaf = Loop(), [], set()
+        self.killed, self.notices, self.said = [], [], []
         names = [f"node-{n}" for n in range(count)]
+        self.members = [SimpleNamespace(rank=n, node=names[n // 2]) for n in range(2 * count)]
         self.present = dict.fromkeys(names, "a")
         self.controls = {name: self.control(name) for name in names}
         self.looked = Counter()
@@ -41,9 +44,27 @@ class Agents:
         telemetry = SimpleNamespace(sinks=[])
         agent = SimpleNamespace(loop=self.loop, nodes=nodes, telemetry=telemetry, nursery=SimpleNamespace(job="j"))
         agent.config = SimpleNamespace(control=None)
+        agent.roster = SimpleNamespace(world_size=2 * len(self.present), members=self.members)
+        agent.crew = SimpleNamespace(ranks={m.rank: self.worker(m.rank) for m in self.members if m.node == name})
+        agent.notice = lambda text, level="info": self.notices.append(text)
+        nodes.say = self.said.append
         made = Control(agent)
         made.start(SimpleNamespace(tell=lambda to, message: self.post.append((name, to, message))))
         return made
+
+    def worker(self, rank):
+        process = SimpleNamespace(pid=100 + rank, signal=lambda number: self.killed.append((rank, number)))
+        return SimpleNamespace(process=process, last=None)
+
+    def kill(self, **wish):
+        got = []
+        one = self.controls["node-0"]
+        headers = {"authorization": f"Bearer {one._token}"}
+        one._serve(Request("POST", "/v1/kill", headers, json.dumps(wish).encode()), got.append)
+        self.deliver()
+        self.loop.pass_(control.LOOK_S)
+        (response,) = got
+        return response.status, json.loads(response.body)
 
     def deliver(self):
         while self.post:
@@ -147,6 +168,40 @@ def test_without_the_token_nobody_is_asked():
     agents.controls["node-0"]._serve(Request("GET", "/v1/ps", {}), got.append)
     assert got[0].status == 401
     assert agents.post == []
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_a_rank_is_killed_by_the_agent_of_its_node_and_the_ledger_says_who_wanted_it(rank):
+    agents = Agents(3)
+    assert agents.kill(rank=rank) == (200, {"rank": rank, "node": f"node-{rank // 2}", "pid": 100 + rank})
+    assert agents.killed == [(rank, signal.SIGKILL)]
+    assert agents.notices == [f"rank {rank} (pid {100 + rank}) is killed: an operator asked for it"]
+
+
+def test_what_cannot_be_killed_is_told_and_nothing_else_is():
+    agents = Agents(3)
+    status, told = agents.kill(rank=6)
+    assert (status, "its ranks are 0 to 5" in told["error"]) == (409, True)
+    agents.controls["node-2"]._agent.crew.ranks[5].last = "it has ended"
+    del agents.controls["node-2"]._agent.crew.ranks[4]
+    for rank in (4, 5):
+        status, told = agents.kill(rank=rank)
+        assert (status, "no process now" in told["error"]) == (409, True)
+    agents.deaf = {"node-1"}
+    status, told = agents.kill(rank=2)
+    assert (status, "node-1, where rank 2 is, did not answer" in told["error"]) == (409, True)
+    agents.controls["node-0"]._agent.roster = None
+    assert agents.kill(rank=0)[0] == 409
+    assert agents.kill(rank="0")[0] == 400
+    assert agents.killed == []
+
+
+def test_the_end_of_the_job_is_said_to_all_and_asks_for_no_other_try():
+    agents = Agents(2)
+    assert agents.kill(job=True) == (200, {"ending": True})
+    (said,) = agents.said
+    assert said.code == 93
+    assert "operator" in said.reason
 
 
 def test_when_it_is_over_who_still_waits_hears_nothing_and_nothing_fails():

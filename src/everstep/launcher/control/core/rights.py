@@ -12,6 +12,7 @@ from everstep.launcher.control.core.http import Request, Response, refusal
 ROUTES: Mapping[str, tuple[str, bool]] = {
     "/v1/ps": ("GET", True),
     "/v1/stacks": ("GET", True),
+    "/v1/kill": ("POST", True),
 }
 """Path: the method, and whether the token is needed."""
 

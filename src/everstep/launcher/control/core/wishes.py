@@ -1,0 +1,30 @@
+"""What an operator wants changed, read from a request: pure."""
+
+from dataclasses import dataclass
+
+from everstep.launcher.control.core.http import Request, Response, refusal
+
+_KNOWN = frozenset(("rank", "job"))
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End the process of one rank; `rank` None: the whole job."""
+
+    rank: int | None
+
+
+def wish_of(request: Request) -> Kill | Response:
+    """Read `{"rank": N}` or `{"job": true}`; a refusal for anything else: nothing is guessed where something ends."""
+    try:
+        body = request.json()
+    except ValueError:
+        body = {}
+    rank, job = body.get("rank"), body.get("job")
+    if not set(body) <= _KNOWN or (rank is None) == (job is None):
+        return refusal(400, 'send {"rank": N} or {"job": true}')
+    if job is not None:
+        return Kill(None) if job is True else refusal(400, '{"job": true} ends the job, and nothing else is known')
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+        return refusal(400, f"{rank!r} is no rank")
+    return Kill(rank)
