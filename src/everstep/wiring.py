@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from everstep import __version__
 from everstep.checkpoint import flags, peer_flags
@@ -16,6 +17,7 @@ from everstep.checkpoint.shelf import Shelf
 from everstep.checkpoint.source import Source
 from everstep.checkpoint.tier_settings import LOCAL, MAIN
 from everstep.errors import UsageError
+from everstep.fault_tolerance.cycles import Cycles, settings_of
 from everstep.faults import flags as faults
 from everstep.faults.companion import FaultCompanion
 from everstep.goodput.companion import ProgressCompanion
@@ -54,9 +56,7 @@ def riders(config: LaunchConfig) -> Riders:
     display = Progress()
     riding = Riders(sinks=[display])
     given = config.flags
-    riding.notices += given.get("ft_notices") or ()
-    if given.get("fault_tolerance"):
-        riding.environment["EVERSTEP_FAULT_TOLERANCE"] = json.dumps(given["fault_tolerance"])  # rank monitors read it
+    _take_ft_launcher_s(config, riding)
     request = faults.request_from(argparse.Namespace(**given))
     if not config.wrapped:
         if request is not None:
@@ -91,6 +91,26 @@ def riders(config: LaunchConfig) -> Riders:
         riding.environment |= request.environment()
     riding.companions += [FaultCompanion(request, display.say), ProgressCompanion(display), ComparisonCompanion()]
     return riding
+
+
+def _take_ft_launcher_s(config: LaunchConfig, riding: Riders) -> None:
+    """What NVRx's flags ask for, in a wrapped job and in another."""
+    given = config.flags
+    riding.notices += given.get("ft_notices") or ()
+    if given.get("fault_tolerance"):
+        riding.environment["EVERSTEP_FAULT_TOLERANCE"] = json.dumps(given["fault_tolerance"])  # rank monitors read it
+    settings = settings_of(given.get("ft_cycles") or {}, config.cycle_log)
+    if config.wrapped and settings.iteration_file:
+        riding.notices.append(
+            "--ft-checkpoint-iteration-file changes nothing: steps are seen in a wrapped function; three faults alike "
+            "at one step end the job"
+        )
+        settings = replace(settings, iteration_file=None)
+    if settings.wanted:
+        cycles = Cycles(settings)
+        riding.companions.append(cycles)
+        if settings.info_dir:
+            riding.environment["NVRX_CURRENT_CYCLE_INFO"] = cycles.link
 
 
 def _alone(cap_bytes: int | None, readers: int) -> tuple[Shelf, Source, list[Companion]]:

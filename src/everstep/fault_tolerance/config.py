@@ -27,6 +27,7 @@ SECTION = "fault_tolerance"
 _LEVELS = {"DBG": logging.DEBUG, "WARN": logging.WARNING, "FATAL": logging.CRITICAL}
 _LIMITS = ("initial_rank_heartbeat_timeout", "rank_heartbeat_timeout", "rank_out_of_section_timeout")
 _TIMES = ("workload_check_interval", "node_health_check_interval", "restart_check_interval", "gpu_memory_poll_interval")
+_COUNTS = ("max_no_progress_cycles", "min_progress_iterations", "num_warmup_iterations")
 
 
 @dataclass
@@ -77,6 +78,8 @@ class FaultToleranceConfig:
             if seconds is None:
                 raise UsageError(f"{name}: give seconds, more than 0.")
             setattr(self, name, seconds)
+        for name in _COUNTS:
+            setattr(self, name, _count(name, getattr(self, name)))
         given = self.rank_section_timeouts
         if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # YAML has anything
             raise UsageError(f"rank_section_timeouts {given!r}: give a mapping of names to seconds.")
@@ -173,6 +176,15 @@ def limit(name: str, value: object) -> float | None:
     if math.isnan(seconds) or seconds <= 0:
         raise UsageError(f"{name} {value!r}: give a number of seconds, more than 0, or none for no limit.")
     return seconds
+
+
+def _count(name: str, value: object) -> int:
+    try:
+        if not isinstance(value, bool) and float(str(value)).is_integer():
+            return int(float(str(value)))
+    except (ValueError, OverflowError):
+        pass
+    raise UsageError(f"{name} {value!r}: give a whole number.")
 
 
 def _signal(given: signal.Signals | int | str) -> signal.Signals:

@@ -5,6 +5,7 @@ stands for a flag that was not given. What stands in the YAML is judged as the f
 """
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -104,6 +105,11 @@ def finish(given: dict[str, Any]) -> None:
     config = asdict(FaultToleranceConfig.from_kwargs(**settings))
     asked = {name: config[name] for name in settings if name in config}
     given["fault_tolerance"] = asked or None
+    given["cycle_log"] = _cycle_log(settings.get("per_cycle_applog_prefix"))
+    given["ft_cycles"] = {
+        "iteration_file": config["checkpoint_iteration_file"], "most": config["max_no_progress_cycles"],
+        "least": config["min_progress_iterations"], "info_dir": config["cycle_info_dir"],
+    }  # fmt: skip
     if given.get("grace") is None and _timeout(given, "term_timeout") is not None:
         given["grace"] = _timeout(given, "term_timeout")
     if _timeout(given, "workers_stop_timeout") is not None:
@@ -118,6 +124,16 @@ def _given(given: Mapping[str, Any], name: str) -> Any:
     if value is None and name in ("cfg_path",):
         value = environ.get(f"PET_FT_{name.upper()}")
     return value
+
+
+def _cycle_log(prefix: str | None) -> list[str] | None:
+    """Return what a cycle's number stands between in NVRx's name for its log: `run.log` becomes `run_cycle3.log`."""
+    if not prefix:
+        return None
+    if not prefix.startswith("/"):
+        raise UsageError(f"--ft-per-cycle-applog-prefix {prefix}: give an absolute path; all nodes write there.")
+    stem, ending = os.path.splitext(prefix)
+    return [f"{stem}_cycle", ending or ".log"]
 
 
 def _timeout(given: Mapping[str, Any], name: str) -> float | None:

@@ -68,6 +68,7 @@ class LaunchConfig:
     local_ranks_filter: str = ""
     stdout_filters: tuple[str, ...] = ()  # lines of a shown stream that hold one of them are gathered in a file too
     stderr_filters: tuple[str, ...] = ()
+    cycle_log: tuple[str, str] | None = None  # one file a start for all that is printed: what its number stands between
     wrapped: bool = True  # the script, or what it imports from beside it, names everstep
     control: Place | None = LOOPBACK  # where operators are answered; None: nowhere
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])  # all of them, for the features that added some
@@ -259,6 +260,7 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         local_ranks_filter=str(flags["local_ranks_filter"]),
         stdout_filters=tuple(flags.get("duplicate_stdout_filters") or ()),
         stderr_filters=tuple(flags.get("duplicate_stderr_filters") or ()),
+        cycle_log=(flags["cycle_log"][0], flags["cycle_log"][1]) if flags.get("cycle_log") else None,
         wrapped=wrapped,
         control=place_of(flags, environ.get("EVERSTEP_CONTROL_ENDPOINT")),
         flags=dict(flags),

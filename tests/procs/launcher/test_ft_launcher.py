@@ -67,6 +67,36 @@ def test_a_failure_is_no_restart_unless_there_are_some(run):
     assert [one["RANK"] for one in told if one["TORCHELASTIC_RESTART_COUNT"] == "1"] == ["0", "1"]
 
 
+def test_starts_that_lead_nowhere_end_the_job_and_each_leaves_its_file_and_its_log(run, tmp_path):
+    """Two starts without an iteration more: 94 instead of 93, as asked; a third may have begun, and is ended."""
+    (tmp_path / "latest").write_text("40")
+    watched = ("--ft-checkpoint-iteration-file", "latest", "--ft-max-no-progress-cycles", "2")
+    kept = ("--ft-cycle-info-dir", "info", "--ft-per-cycle-applog-prefix", f"{tmp_path}/logs/run.log")
+    (tmp_path / "logs").mkdir()
+    code, told, err = run(
+        *watched,
+        *kept,
+        "--ft-no-restart-exit-code",
+        "94",
+        "--max-restarts",
+        "9",
+        "script.py",
+        "always",
+        SLURM_JOB_ID="5",
+    )
+    assert code == 94, err
+    assert "2 starts in a row made no progress: iteration 40" in err
+    assert told == []  # it stands in the files of the cycles
+    for cycle in (0, 1):
+        info = json.loads((tmp_path / f"info/cycle_info.5.0.{cycle}").read_text())
+        assert (info["cycle_number"], info["active_ranks"], bool(info["cycle_end_time"])) == (cycle, "0-1", True)
+        assert info["cycle_log_file"] == f"{tmp_path}/logs/run_cycle{cycle}.log"
+        lines = (tmp_path / f"logs/run_cycle{cycle}.log").read_text().splitlines()
+        assert {line[:4] for line in lines} >= {"1: {"}  # its peer may have been ended before it came so far
+        assert {line[:4] for line in lines} <= {"0: {", "1: {"}
+        assert all(f'"TORCHELASTIC_RESTART_COUNT": "{cycle}"' in line for line in lines)
+
+
 def test_what_is_refused_starts_nothing(run):
     code, told, err = run("--ft-segment", "4", "script.py", "well")
     assert (code, told) == (64, [])

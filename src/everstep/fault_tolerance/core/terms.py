@@ -19,6 +19,11 @@ DONE: Mapping[str, str] = {
     "log_level": "Of the rank monitor's own logger (INFO).",
     "num_warmup_iterations": "Steps that calculated timeouts leave out (5).",
     "restart_policy": "any-failed: a failure anywhere is a restart of all workers.",
+    "checkpoint_iteration_file": "A file with the iteration of the last checkpoint, by which starts are judged.",
+    "max_no_progress_cycles": "So many starts in a row without progress by that file end the job, with 93 (3).",
+    "min_progress_iterations": "So many iterations more are progress (1).",
+    "cycle_info_dir": "A folder for a JSON file that tells of each start of all workers.",
+    "per_cycle_applog_prefix": "What all ranks print, in one file for each start: PREFIX_cycle<N>.log.",
     "no_restart_exit_code": "The exit code that tells a scheduler not to start the job again (93).",
 }
 """Settings that are done, each with its help."""
@@ -52,11 +57,6 @@ REFUSED: Mapping[str, str] = {
     "numa_bind_strict": "workers are not bound to CPUs; --no-python numactl … binds them",
     "gpu_memory_reclaim_timeout": "device memory is not waited for",
     "gpu_memory_tolerance_mb": "device memory is not waited for",
-    "max_no_progress_cycles": "steps are seen here: three faults alike at the same step end the job",
-    "min_progress_iterations": "steps are seen here: three faults alike at the same step end the job",
-    "checkpoint_iteration_file": "steps are seen here: three faults alike at the same step end the job",
-    "cycle_info_dir": "the run folder's events have each generation, and `everstep report` tells it",
-    "per_cycle_applog_prefix": "each attempt has files of its own: --log-dir and --redirects",
     "nvrx_logfile": "the run folder's events have what the agent does",
     **dict.fromkeys(
         (

@@ -12,7 +12,7 @@ from everstep.clock import Clock
 from everstep.launcher.agent import worker as workers
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.process import Process
-from everstep.launcher.agent.tails import Streams, Tail, prefix_of, tails_of
+from everstep.launcher.agent.tails import Streams, Tail, gathered_in, prefix_of, tails_of
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.nodes.core.places import places
@@ -139,6 +139,9 @@ class Crew:
         shown = (logs.stdout if logs.tee_stdout else "", logs.stderr if logs.tee_stderr else "")
         prefix = prefix_of(self._prefix, config.role, worker.rank, place)
         self._tails += tails_of(prefix, Streams(shown, (config.stdout_filters, config.stderr_filters)))
+        if config.cycle_log is not None:
+            whole = f"{config.cycle_log[0]}{attempt}{config.cycle_log[1]}"
+            self._tails += gathered_in(whole, f"{worker.rank}: ", (logs.stdout, logs.stderr))
         here = {"cwd": self._cwd, "umask": self._umask}
         # torchrun's one macro: an argument may hold ${local_rank}
         own = replace(config, arguments=tuple(Template(a).safe_substitute(local_rank=place) for a in config.arguments))

@@ -140,6 +140,11 @@ def tails_of(prefix: str, streams: Streams) -> list[Tail]:
     return found
 
 
+def gathered_in(path: str, prefix: str, files: Sequence[str]) -> list[Tail]:
+    """Follow all of these files, and gather every line in one other."""
+    return [Tail(file, prefix, Gathered(path)) for file in files if file and file != os.devnull]
+
+
 def prefix_of(template: str | None, role: str, rank: int, local_rank: int) -> str:
     """Return what stands before each line: torchrun's `[role0]:`, or its TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE."""
     if not template:

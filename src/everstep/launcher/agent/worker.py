@@ -153,7 +153,7 @@ def plan_logs(config: LaunchConfig, root: Path, attempt: int, local_rank: int) -
         number += 1
     folder.mkdir(parents=True)
     tee = stream_of(config.tee, local_rank)
-    redirect = stream_of(config.redirects, local_rank) | tee
+    redirect = stream_of(config.redirects, local_rank) | tee | (3 if config.cycle_log else 0)
     shown = {int(r) for r in config.local_ranks_filter.split(",") if r.strip()}
     hidden = bool(shown) and local_rank not in shown
     return Logs(
