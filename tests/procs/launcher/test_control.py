@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 
@@ -65,6 +66,8 @@ def test_a_running_job_is_looked_at_by_those_who_may(start, capsys, monkeypatch)
     assert "memory" in asked(capsys, "top", run)[1], "where this is no terminal it is one look"
 
     control = control_of(job)
+    with urllib.request.urlopen(f"http://127.0.0.1:{control['port']}/metrics") as numbers:
+        assert b'everstep_rank_step{rank="1"}' in numbers.read(), "for a scraper, without the token"
     assert stat.S_IMODE((job.run_dir / "control.json").stat().st_mode) == 0o600
     assert control["address"] == "127.0.0.1"
     where = f"127.0.0.1:{control['port']}"

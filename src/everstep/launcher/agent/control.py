@@ -3,6 +3,7 @@
     GET /v1/ps       what each node sees of itself
     GET /v1/stacks   where each rank stands
     POST /v1/kill    end a rank's process, or the job
+    GET /metrics     this node, for Prometheus
 
     agent ─▶ control.ask {number, what, arguments}     to the companion of this prefix on each other node
     agent ◀─ control.answer {number, found}
@@ -27,6 +28,7 @@ from typing import Any, Protocol
 from everstep.errors import ConfigurationError, ExitCode
 from everstep.launcher.agent.standing import Standing
 from everstep.launcher.agent.view import Seen, node_view
+from everstep.launcher.control.core import exposition
 from everstep.launcher.control.core.http import Request, Response, answer, refusal
 from everstep.launcher.control.core.recent import Recent
 from everstep.launcher.control.core.rights import admit
@@ -104,7 +106,7 @@ class Control:
         self._questions = {what: _Question(what, limit_s) for what, limit_s in (("ps", LOOK_S), ("stacks", STAND_S))}
         self._routes: Mapping[str, Callable[[Request, Answer], None]] = {
             f"/v1/{what}": functools.partial(self._ask, question) for what, question in self._questions.items()
-        } | {"/v1/kill": self._kill}
+        } | {"/v1/kill": self._kill, "/metrics": self._metrics}
 
     # -- its life ------------------------------------------------------------------------------------------------
 
@@ -197,6 +199,11 @@ class Control:
         self._agent.notice(f"rank {rank} (pid {pid}) is killed: an operator asked for it", "warning")
         worker.process.signal(signal.SIGKILL)
         return {"rank": rank, "node": self._agent.nodes.name, "pid": pid}
+
+    def _metrics(self, request: Request, reply: Answer) -> None:
+        del request
+        body = exposition.text(self._look(), self._recent.fault_count, self._recent.failed_saves)
+        reply(Response(200, body, exposition.KIND))
 
     def _whole(self, found: Mapping[str, Found]) -> dict[str, Any]:
         nodes = self._agent.nodes
