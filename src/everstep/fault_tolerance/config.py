@@ -78,6 +78,8 @@ class FaultToleranceConfig:
             if seconds is None:
                 raise UsageError(f"{name}: give seconds, more than 0.")
             setattr(self, name, seconds)
+        for name in ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb"):
+            setattr(self, name, _amount(name, getattr(self, name)))
         for name in _COUNTS:
             setattr(self, name, _count(name, getattr(self, name)))
         given = self.rank_section_timeouts
@@ -176,6 +178,16 @@ def limit(name: str, value: object) -> float | None:
     if math.isnan(seconds) or seconds <= 0:
         raise UsageError(f"{name} {value!r}: give a number of seconds, more than 0, or none for no limit.")
     return seconds
+
+
+def _amount(name: str, value: object) -> float:
+    try:
+        found = math.nan if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise UsageError(f"{name} {value!r}: give a number, 0 or more.")
+    return found
 
 
 def _count(name: str, value: object) -> int:

@@ -74,6 +74,9 @@ def act_as_ft_launcher(parser: argparse.ArgumentParser) -> Finish:
 
     def take_its_defaults(given: dict[str, Any]) -> None:
         given["max_restarts_unwrapped"] = 0
+        least, colon, most = str(given["nnodes"]).partition(":")
+        if colon and least.isdigit() and most.isdigit() and int(least) <= int(most):  # MIN at work, the others wait
+            given["nnodes"], given["spare_nodes"] = least, int(most) - int(least) + int(given["spare_nodes"])
         if given.get("grace") is None:
             given["grace"] = TERM_TIMEOUT_S
         if not given.get("rdzv_endpoint"):
@@ -114,6 +117,10 @@ def finish(given: dict[str, Any]) -> None:
         given["grace"] = _timeout(given, "term_timeout")
     if _timeout(given, "workers_stop_timeout") is not None:
         told += [f"--workers-stop-timeout changes nothing: {DONE_OTHERWISE['workers_stop_timeout']}"]
+    for name in ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb"):
+        if name in settings:
+            given[name] = config[name]
+    given["nvrx_logfile"] = settings.get("nvrx_logfile")
     given["no_restart_exit_code"] = settings.get("no_restart_exit_code")
     given["ft_notices"] = told
 

@@ -160,6 +160,8 @@ def parse(argv: Sequence[str], extensions: Sequence[str] = ()) -> dict[str, Any]
         given["nproc"] = determine_local_world_size(given["nproc_per_node"])
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"{error}. Write for example --nnodes 1 --nproc-per-node 2.") from None
+    if not 0 < low <= high:
+        raise UsageError(f"--nnodes {given['nnodes']}: give a number of nodes, 1 or more, or MIN:MAX with MIN <= MAX.")
     if given["standalone"] and given["spare_nodes"]:
         raise UsageError("--standalone is a job of one node, and --spare-nodes are others: leave one of them out.")
     given["nodes"] = 1 if given["standalone"] else high

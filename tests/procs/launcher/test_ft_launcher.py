@@ -71,7 +71,14 @@ def test_starts_that_lead_nowhere_end_the_job_and_each_leaves_its_file_and_its_l
     """Two starts without an iteration more: 94 instead of 93, as asked; a third may have begun, and is ended."""
     (tmp_path / "latest").write_text("40")
     watched = ("--ft-checkpoint-iteration-file", "latest", "--ft-max-no-progress-cycles", "2")
-    kept = ("--ft-cycle-info-dir", "info", "--ft-per-cycle-applog-prefix", f"{tmp_path}/logs/run.log")
+    kept = (
+        "--ft-cycle-info-dir",
+        "info",
+        "--ft-nvrx-logfile",
+        "agent.log",
+        "--ft-per-cycle-applog-prefix",
+        f"{tmp_path}/logs/run.log",
+    )
     (tmp_path / "logs").mkdir()
     code, told, err = run(
         *watched,
@@ -86,6 +93,7 @@ def test_starts_that_lead_nowhere_end_the_job_and_each_leaves_its_file_and_its_l
     )
     assert code == 94, err
     assert "2 starts in a row made no progress: iteration 40" in err
+    assert "ERROR 2 starts in a row made no progress" in (tmp_path / "agent.log").read_text()
     assert told == []  # it stands in the files of the cycles
     for cycle in (0, 1):
         info = json.loads((tmp_path / f"info/cycle_info.5.0.{cycle}").read_text())

@@ -153,6 +153,10 @@ def test_what_is_done_anyway_needs_no_word(parse, words):
         (("--ft-rank-heartbeat-timeout", "soon"), "rank_heartbeat_timeout 'soon'"),
         (("--ft-rank-section-timeouts", "step"), "NAME:SECONDS"),
         (("--ft-safety-factor", "0.1"), "1 or more"),
+        (("--ft-gpu-memory-reclaim-timeout", "soon"), "a number, 0 or more"),
+        (("--ft-gpu-memory-tolerance-mb", "-1"), "a number, 0 or more"),
+        (("--ft-max-no-progress-cycles", "2.5"), "a whole number"),
+        (("--ft-per-cycle-applog-prefix", "here"), "an absolute path"),
         (("--ft-no-restart-exit-code", "none"), "none"),
         (("--ft-no-such-flag", "1"), "unrecognized"),
         (("--rdzv-backend", "etcd", "--nnodes", "2"), "knows static and c10d"),
@@ -205,6 +209,31 @@ def test_the_page_has_each_setting_and_says_what_the_parser_says():
         assert here.startswith("changes nothing, and says so: ") == (name in DONE_OTHERWISE)
         assert here.endswith(REFUSED.get(name, DONE_OTHERWISE.get(name, "")))
     assert {"term-timeout", "workers-stop-timeout", "ft-cfg-path", "ft-ignore-missing-cfg"} <= set(told)
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "spare", "expected"),
+    [("1", "0", (1, 0)), ("2:2", "0", (2, 0)), ("2:5", "0", (2, 3)), ("2:5", "1", (2, 4)), ("3", "2", (3, 2))],
+)
+def test_of_a_range_of_nodes_the_least_work_and_the_others_wait(parse, nnodes, spare, expected):
+    """torchrun's range is another: the most work, as long as they are there."""
+    words = ("--nnodes", nnodes, "--spare-nodes", spare)
+    theirs, ours = from_flags(parse(*words)), parse(*words, extensions=wiring.EXTENSIONS)
+    assert (theirs.nnodes, theirs.spare_nodes, theirs.least_nodes) == (*expected, None)
+    assert (ours["nodes"], ours["spare_nodes"]) == (int(nnodes[-1]), int(spare))
+
+
+@pytest.mark.parametrize("nnodes", ["5:2", "x:2", "0"])
+def test_a_range_that_is_none_is_refused(parse, nnodes):
+    with pytest.raises(UsageError):
+        from_flags(parse("--nnodes", nnodes))
+
+
+def test_device_memory_is_waited_for_as_it_says(parse):
+    config = from_flags(parse("--ft-gpu-memory-reclaim-timeout", "7", "--ft-gpu_memory_tolerance_mb", "64"))
+    assert (config.gpu_memory_reclaim_s, config.gpu_memory_tolerance_mb) == (7.0, 64.0)
+    assert from_flags(parse("--ft-gpu-memory-reclaim-timeout", "0")).reclaim is None
+    assert from_flags(parse()).reclaim == [50.0, 512.0]
 
 
 def test_the_exit_code_that_is_not_to_be_requeued_is_taken(parse):

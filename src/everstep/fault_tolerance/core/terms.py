@@ -17,7 +17,10 @@ DONE: Mapping[str, str] = {
     "rank_section_timeouts": "Seconds in each section: NAME:SECONDS,NAME2:SECONDS; none: no limit.",
     "safety_factor": "A calculated timeout is so many times the longest interval that was seen (5).",
     "log_level": "Of the rank monitor's own logger (INFO).",
-    "num_warmup_iterations": "Steps that calculated timeouts leave out (5).",
+    "num_warmup_iterations": "So many openings of the section step have the limit of warmup, where both have one (5).",
+    "gpu_memory_reclaim_timeout": "NVRx's name for --gpu-memory-reclaim-timeout.",
+    "gpu_memory_tolerance_mb": "NVRx's name for --gpu-memory-tolerance-mb.",
+    "nvrx_logfile": "A file for what the agent does, a line an event.",
     "restart_policy": "any-failed: a failure anywhere is a restart of all workers.",
     "checkpoint_iteration_file": "A file with the iteration of the last checkpoint, by which starts are judged.",
     "max_no_progress_cycles": "So many starts in a row without progress by that file end the job, with 93 (3).",
@@ -55,9 +58,6 @@ REFUSED: Mapping[str, str] = {
     "node_health_check_endpoint": _NO_DEVICES,
     "segment": "nodes have no segments here; --failure-domain says what fails together",
     "numa_bind_strict": "workers are not bound to CPUs; --no-python numactl … binds them",
-    "gpu_memory_reclaim_timeout": "device memory is not waited for",
-    "gpu_memory_tolerance_mb": "device memory is not waited for",
-    "nvrx_logfile": "the run folder's events have what the agent does",
     **dict.fromkeys(
         (
             "enable_log_server", "log_server_port", "log_aggregator_count", "log_leaf_max_queue_chunks",
