@@ -227,11 +227,13 @@ class Hub:
         now = self._loop.clock.now()
         if self._register.complete:
             suspected, gone = self._silence.look(now)
-            for number in suspected:
-                self._notice(f"{self._register.here[number].name} is silent")
+            for number in suspected:  # telling one may find others gone: who is not here any more is passed over
+                if number in self._register.here:
+                    self._notice(f"{self._register.here[number].name} is silent")
             for number in gone:
-                self._streams.pop(number).close()
-                self._lost(number, f"its agent was silent for {GIVEN_AWAY_S:g} s")
+                if number in self._streams:
+                    self._streams.pop(number).close()
+                    self._lost(number, f"its agent was silent for {GIVEN_AWAY_S:g} s")
             for message, rank in self._judge.look(now):
                 self._send(self._ranks.get(rank, ""), {**message, "rank": rank})
         else:
