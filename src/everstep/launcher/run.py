@@ -130,7 +130,7 @@ def _run(
 
 def named(config: LaunchConfig, job: str) -> LaunchConfig:
     """Give a job of one node that was given no name a name of its own, as torchrun does."""
-    return replace(config, run_id=job) if config.nnodes == 1 and config.run_id == UNNAMED else config
+    return replace(config, run_id=job) if config.run_id == UNNAMED and not config.several else config
 
 
 def _meet(

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -103,6 +105,44 @@ def test_starts_that_lead_nowhere_end_the_job_and_each_leaves_its_file_and_its_l
         assert {line[:4] for line in lines} >= {"1: {"}  # its peer may have been ended before it came so far
         assert {line[:4] for line in lines} <= {"0: {", "1: {"}
         assert all(f'"TORCHELASTIC_RESTART_COUNT": "{cycle}"' in line for line in lines)
+
+
+def test_of_two_nodes_for_one_the_other_waits_and_takes_its_ranks(tmp_path):
+    """`--nnodes 1:2` as NVRx's HEAD means it; neither was given a name, and they are one job all the same."""
+    (tmp_path / "script.py").write_text(
+        "import os, time\n"
+        "me = [os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'GROUP_RANK', 'TORCHELASTIC_RESTART_COUNT')]\n"
+        "print('began', *me, flush=True)\n"
+        "while me[3] == '0':\n"
+        "    time.sleep(1)\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    logs, agents = [tmp_path / f"{number}.log" for number in range(2)], []
+    try:
+        for number, log in enumerate(logs):
+            command = [sys.executable, "-m", "everstep.fault_tolerance.launcher", *words]
+            with log.open("w") as out:
+                agents.append(
+                    subprocess.Popen(
+                        [*command, "--run-dir", str(number), "script.py"], cwd=tmp_path, stdout=out, stderr=out
+                    )
+                )
+        deadline = time.monotonic() + 60
+        while not (worked := [n for n, log in enumerate(logs) if log.read_text().count("began") == 2]):
+            assert time.monotonic() < deadline, [log.read_text() for log in logs]
+            time.sleep(0.05)
+        agents[worked[0]].kill()
+        other = 1 - worked[0]
+        assert agents[other].wait(60) == 0, logs[other].read_text()
+        began = sorted(line for line in logs[other].read_text().splitlines() if line.startswith("began"))
+        assert began == ["began 0 2 0 1", "began 1 2 0 1"]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
 
 
 def test_what_is_refused_starts_nothing(run):

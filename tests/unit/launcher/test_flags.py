@@ -156,8 +156,9 @@ def test_a_job_of_one_node_without_a_name_gets_one(script):
     """torchrun's `none` would be the same for all jobs of a machine."""
     assert named(from_flags(flags.parse([script], EXTENSIONS)), "a1").run_id == "a1"
     assert named(from_flags(flags.parse(["--rdzv-id", "mine", script], EXTENSIONS)), "a1").run_id == "mine"
-    two = ["--nnodes", "2", "--node-rank", "0", script]
-    assert named(from_flags(flags.parse(two, EXTENSIONS)), "a1").run_id == "none"  # the nodes must agree on it
+    for others in (("--nnodes", "2"), ("--nnodes", "1:2"), ("--nnodes", "1", "--spare-nodes", "1")):
+        several = from_flags(flags.parse([*others, "--node-rank", "0", script], EXTENSIONS))
+        assert named(several, "a1").run_id == "none"  # the nodes must agree on it
 
 
 def test_a_path_to_run_comes_before_a_module_and_another_program(script):
