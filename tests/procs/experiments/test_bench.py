@@ -126,6 +126,26 @@ def test_the_control_plane_is_measured_at_each_size_beside_the_barrier():
 
 
 @pytest.mark.long
+def test_restarts_starts_ends_and_rests_of_an_unwrapped_script_are_measured():
+    found = bench(
+        "injob", "--ways", "unwrapped,cold,spare,torchrun", "--fault", "sigkill,hang", "--ranks", "2", "--faults", "1",
+        "--workers", "2", "--idle", "2",
+    )  # fmt: skip
+    cases = [(row["way"], row["fault"], row["faults"], row["recovered"]) for row in found["restarts"]]
+    ways = ("unwrapped", "cold", "spare", "torchrun")
+    assert cases == [*((way, "sigkill", 1, 1) for way in ways), ("spare", "hang", 1, 1)]
+    assert {row["left_behind"] for row in found["restarts"]} == {0}
+    assert all(row["noticed_s"] for row in found["restarts"] if row["way"] != "torchrun")
+    assert [row["way"] for row in found["launches"]] == ["unwrapped", "cold", "torchrun"]
+    assert [row["way"] for row in found["idle"]] == ["unwrapped", "torchrun"]
+    ours = {part["name"] for part in found["idle"][0]["processes"]}
+    assert {"everstep-zygote", "store"} <= ours
+    assert [verdict["what"] for verdict in found["verdicts"]] == [
+        "unwrapped, sigkill", "spare, sigkill", "spare, hang", "exit of a finished job", "agent and zygote at rest",
+    ]  # fmt: skip
+
+
+@pytest.mark.long
 def test_a_key_for_each_rank_is_measured_as_well():
     found = bench("controlplane", "--ranks", "16,8", "--rounds", "1", "--processes", "1", "--arrivals", "rank",
                   "--without-barrier")  # fmt: skip

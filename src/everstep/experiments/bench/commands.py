@@ -1,4 +1,4 @@
-"""`everstep bench inprocess | weaknesses | checkpoint | controlplane | show`.
+"""`everstep bench inprocess | injob | weaknesses | checkpoint | controlplane | show`.
 
 Exit code 0 where the measuring was done, whatever it showed; with --check 1 where a budget is not kept; 64 for what
 cannot be meant.
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from everstep.errors import ExitCode, UsageError
 from everstep.experiments.bench import checkpoint_flags
 from everstep.experiments.core.figures import SIZES
+from everstep.experiments.core.injob import WAYS
 
 FAULTS = ("exception", "hang", "hang_c", "gil", "sigkill", "sigstop")
 
@@ -29,6 +30,7 @@ def add_parser(commands: Any) -> None:
     )
     verbs = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
     _inprocess(verbs.add_parser("inprocess", help="what a fault costs under each implementation, from outside"))
+    _injob(verbs.add_parser("injob", help="what a restart, a start, an end and a rest cost under each launcher"))
     _weaknesses(verbs.add_parser("weaknesses", help="each weakness of NVRx as a script, run under it and under ours"))
     _controlplane(verbs.add_parser("controlplane", help="from a fault to the next roster, with simulated ranks"))
     saving = verbs.add_parser(
@@ -67,6 +69,27 @@ def _inprocess(parser: argparse.ArgumentParser) -> None:
     _told(parser)
 
 
+def _injob(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--only", type=_chooser(("restart", "launch", "idle")), default=["restart", "launch", "idle"], metavar="PARTS",
+        help="from restart, launch, idle (default: all)")  # fmt: skip
+    add("--ways", type=_chooser(WAYS), default=None, metavar="NAMES", help=f"from {', '.join(WAYS)} (default: all)")
+    kinds = ("sigkill", "exception", "hang")
+    add("--fault", type=_chooser(kinds), default=[*kinds], metavar="NAMES", help=f"from {', '.join(kinds)}")
+    add("--ranks", type=_numbers, default=[2, 4], metavar="NUMBERS", help="sizes of the world (default 2,4)")
+    add("--faults", type=_at_least(1), default=3, help="faults of one run (default 3)")
+    add("--runs", type=_at_least(1), default=1, help="runs of each case (default 1)")
+    add("--steps", type=_at_least(2), default=20, help="steps from one fault to the next (default 20)")
+    add("--workers", type=_at_least(1), default=8, help="of the job whose start is measured (default 8)")
+    add("--idle", type=float, default=20.0, metavar="SECONDS", help="for which a job at rest is watched (default 20)")
+    add("--heartbeat", type=float, default=6.0, metavar="SECONDS", help="ft_launcher's limit of silence (default 6)")
+    add("--limit", type=float, default=120.0, metavar="SECONDS", help="end a run when nothing happens for so long")
+    add("--out", type=Path, metavar="DIR", help="keep tapes and outputs there")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--check", action="store_true", help="exit code 1 where a budget is not kept")
+    parser.set_defaults(plot=None)
+
+
 def _weaknesses(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--only", type=lambda text: text.split(","), default=[], metavar="IDS", help="as W2,W5 (default: all)")
@@ -103,13 +126,21 @@ def _told(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do what was asked; raises EverstepError for what cannot be meant."""
     # Here and not at the top: `everstep report` needs neither psutil's scan nor rich's tables of this.
-    from everstep.experiments.bench import checkpoint, controlplane, inprocess, plot, show, weaknesses  # noqa: PLC0415
+    from everstep.experiments.bench import (  # noqa: PLC0415
+        checkpoint,
+        controlplane,
+        injob,
+        inprocess,
+        plot,
+        show,
+        weaknesses,
+    )
 
     if args.plot is not None:
         plot.check()
     measures: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-        "inprocess": inprocess.measure, "weaknesses": weaknesses.measure, "controlplane": controlplane.measure,
-        "checkpoint": checkpoint.measure, "show": _saved,
+        "inprocess": inprocess.measure, "injob": injob.measure, "weaknesses": weaknesses.measure,
+        "controlplane": controlplane.measure, "checkpoint": checkpoint.measure, "show": _saved,
     }  # fmt: skip
     with _leaving():
         result = measures[args.bench_command](args)
@@ -162,6 +193,10 @@ def _each(text: str, known: Sequence[str]) -> list[str]:
     if wrong or not names:
         raise argparse.ArgumentTypeError(f"{', '.join(wrong) or text!r} is none of {', '.join(known)}")
     return names
+
+
+def _chooser(known: Sequence[str]) -> Callable[[str], list[str]]:
+    return lambda text: _each(text, known)
 
 
 def _numbers(text: str) -> list[int]:

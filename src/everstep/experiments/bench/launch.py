@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -186,6 +186,33 @@ def drive(
         _end(children, gently=not any("RANK" in more for _, more in commands))
         left = _clear(token, clock)
     return ending, left
+
+
+@contextlib.contextmanager
+def alive(command: Sequence[str], folder: Path) -> Generator[subprocess.Popen[bytes]]:
+    """Have a launcher run meanwhile; ended, with all that it has left, afterwards."""
+    token = f"{os.getpid()}-{folder.name}"
+    values = {"GLOO_SOCKET_IFNAME": "lo"} | environ.snapshot() | _QUIET | {TOKEN: token}
+    with (folder / "out.txt").open("wb") as out:
+        child = subprocess.Popen(
+            command, env=values, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield child
+    finally:
+        _end([child], gently=True)
+        _clear(token, SYSTEM)
+
+
+def live(command: Sequence[str], folder: Path, limit_s: float = 300.0) -> tuple[float, float | None]:
+    """Run a launcher; return when it was started and when it had ended, to the moment: None where it had to be."""
+    begun = SYSTEM.now()
+    with alive(command, folder) as child:
+        try:
+            child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return begun, None
+        return begun, SYSTEM.now()
 
 
 def tapes(folder: Path) -> Iterator[str]:

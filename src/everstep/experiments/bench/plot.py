@@ -28,6 +28,8 @@ def _pyplot() -> Any:
 
 def draw(result: Mapping[str, Any], target: Path) -> None:
     """Draw a result into `target`; the ending names the format (.png, .svg)."""
+    if result["bench"] not in ("inprocess", "controlplane", "checkpoint"):
+        raise UsageError(f"--plot: results of bench {result['bench']} are tables alone.")
     split = [row for row in result["rows"] if row.get("parts_s")]
     twofold = bool(split) or result["bench"] == "checkpoint"
     figure = _pyplot().figure(figsize=(9, 5 + 3 * twofold), layout="constrained")

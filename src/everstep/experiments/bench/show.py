@@ -54,6 +54,31 @@ def inprocess(result: Mapping[str, Any], out: Console) -> None:
     _verdicts(result["verdicts"], out)
 
 
+def injob(result: Mapping[str, Any], out: Console) -> None:
+    """Print what restarts, starts, ends and a rest cost under each launcher."""
+    if result["restarts"]:
+        seen = ("first new step", "noticed", "first line", "from there to the step", "how runs ended")
+        table = _table("From the fault, seconds: median (least to most)", "fault", "ranks", "launcher", "over", *seen)
+        for row in result["restarts"]:
+            spans = [span(row[name]) for name in ("recovery_s", "noticed_s", "began_s", "own_s")]
+            over = f"{row['recovered']} of {row['faults']}"
+            table.add_row(row["fault"], str(row["ranks"]), row["way"], over, *spans, _endings(row))
+        out.print(table)
+    if result["launches"]:
+        ends = ("command to the last rank's first line", "to its first step", "last line of all to the end")
+        table = _table("A job without a fault, seconds", "ranks", "launcher", *ends)
+        for row in result["launches"]:
+            table.add_row(str(row["ranks"]), row["way"], *(span(row[n]) for n in ("began_s", "step_s", "end_s")))
+        out.print(table)
+    if result["idle"]:
+        table = _table("At rest, beside two ranks that sleep", "launcher", "of a core", "memory (PSS)", "of it")
+        for row in result["idle"]:
+            of_it = ", ".join(f"{p['name']} {p['cpu_share']:.2%} {p['pss_mib']} MiB" for p in row["processes"])
+            table.add_row(row["way"], f"{row['cpu_share']:.2%}", f"{row['pss_mib']} MiB", of_it)
+        out.print(table)
+    _verdicts(result["verdicts"], out)
+
+
 def span(values: Sequence[float] | None) -> str:
     """Write median, least and most."""
     return "-" if not values else f"{values[0]:.3f} ({values[1]:.3f} to {values[2]:.3f})"
@@ -93,6 +118,7 @@ def weaknesses(result: Mapping[str, Any], out: Console) -> None:
 
 PRINTERS: Mapping[str, Callable[[Mapping[str, Any], Console], None]] = {
     "inprocess": inprocess,
+    "injob": injob,
     "controlplane": controlplane,
     "weaknesses": weaknesses,
     "checkpoint": checkpoint_show.print_rows,
@@ -119,7 +145,9 @@ def _verdicts(verdicts: Sequence[Mapping[str, Any]], out: Console) -> None:
         mark = {True: "[green]kept[/]", False: "[red]missed[/]", None: "-"}[said["budget_kept"]]
         times = said.get("times_faster")
         faster = f"; {times:.1f} times faster than NVRx" if times else ""
-        what = f"{name_of(said)}, {said['fault']}, " if "impl" in said else ""
+        what = (
+            f"{name_of(said)}, {said['fault']}, " if "impl" in said else f"{said['what']}, " if "what" in said else ""
+        )
         out.print(f"budget {mark}: {what}{said['ranks']} ranks: {said['budget']}{faster}")
 
 
