@@ -17,6 +17,7 @@ from everstep.checkpoint.shelf import Shelf
 from everstep.checkpoint.source import Source
 from everstep.checkpoint.tier_settings import LOCAL, MAIN
 from everstep.errors import UsageError
+from everstep.fault_tolerance import storage
 from everstep.fault_tolerance.cycles import Cycles, settings_of
 from everstep.fault_tolerance.logfile import LogFile
 from everstep.faults import flags as faults
@@ -100,6 +101,7 @@ def _take_ft_launcher_s(config: LaunchConfig, riding: Riders) -> None:
     riding.notices += given.get("ft_notices") or ()
     if given.get("fault_tolerance"):
         riding.environment["EVERSTEP_FAULT_TOLERANCE"] = json.dumps(given["fault_tolerance"])  # rank monitors read it
+    storage.require(given.get("must_reach") or (), distributed=bool(given.get("must_reach_mounts")))
     if given.get("nvrx_logfile"):
         riding.sinks.append(LogFile(given["nvrx_logfile"]))
     settings = settings_of(given.get("ft_cycles") or {}, config.cycle_log)

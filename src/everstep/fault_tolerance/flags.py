@@ -14,6 +14,7 @@ from everstep import environ
 from everstep.errors import UsageError
 from everstep.fault_tolerance.config import NOTHING, FaultToleranceConfig, section_of, sections
 from everstep.fault_tolerance.core.terms import DONE, DONE_OTHERWISE, REFUSED, judge
+from everstep.fault_tolerance.storage import paths_of
 
 TERM_TIMEOUT_S = 1800.0
 """NVRx's time from SIGTERM to SIGKILL where the launcher itself was told to end."""
@@ -120,6 +121,9 @@ def finish(given: dict[str, Any]) -> None:
     for name in ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb"):
         if name in settings:
             given[name] = config[name]
+    path = settings.get("storage_health_check_path") or settings.get("storage_healthcheck_path")
+    given["must_reach"] = paths_of(path)
+    given["must_reach_mounts"] = config["enable_dist_storage_healthcheck"] is True
     given["nvrx_logfile"] = settings.get("nvrx_logfile")
     given["no_restart_exit_code"] = settings.get("no_restart_exit_code")
     given["ft_notices"] = told

@@ -145,6 +145,13 @@ def test_of_two_nodes_for_one_the_other_waits_and_takes_its_ranks(tmp_path):
             agent.wait()
 
 
+def test_a_node_that_does_not_reach_its_storage_starts_nothing(run, tmp_path):
+    code, told, err = run("--ft-storage-health-check-path", f"{tmp_path}/data,{tmp_path}", "script.py", "well")
+    assert (code, told) == (75, [])
+    assert f"this node is not fit for the job: {tmp_path}/data: No such file or directory" in err
+    assert not (tmp_path / "everstep-runs").exists()
+
+
 def test_what_is_refused_starts_nothing(run):
     code, told, err = run("--ft-segment", "4", "script.py", "well")
     assert (code, told) == (64, [])

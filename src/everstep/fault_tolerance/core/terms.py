@@ -18,6 +18,9 @@ DONE: Mapping[str, str] = {
     "safety_factor": "A calculated timeout is so many times the longest interval that was seen (5).",
     "log_level": "Of the rank monitor's own logger (INFO).",
     "num_warmup_iterations": "So many openings of the section step have the limit of warmup, where both have one (5).",
+    "storage_health_check_path": "Absolute paths that this node must be able to read before it joins, with commas.",
+    "storage_healthcheck_path": "The same, as the YAML file has it.",
+    "enable_dist_storage_healthcheck": "true: so must each mount of a distributed file system, and Lustre be healthy.",
     "gpu_memory_reclaim_timeout": "NVRx's name for --gpu-memory-reclaim-timeout.",
     "gpu_memory_tolerance_mb": "NVRx's name for --gpu-memory-tolerance-mb.",
     "nvrx_logfile": "A file for what the agent does, a line an event.",
@@ -45,16 +48,13 @@ DONE_OTHERWISE: Mapping[str, str] = {
 """Settings that change nothing, each with the reason."""
 _NO_LOG_SERVER = "every node keeps its own logs, and there is no log server"
 _NO_ATTRIBUTION = "no language model reads logs; `everstep report` names the rank at fault"
-_NO_DEVICES = "no NIC, storage or health service is looked at before nodes meet"
+_NO_DEVICES = "no NIC and no health service is looked at before nodes meet"
 REFUSED: Mapping[str, str] = {
     "enable_nic_monitor": _NO_DEVICES,
     "enable_nic_healthcheck": _NO_DEVICES,
     "pci_topo_file": _NO_DEVICES,
     "link_down_path_template": _NO_DEVICES,
     "link_state_path_template": _NO_DEVICES,
-    "enable_dist_storage_healthcheck": _NO_DEVICES,
-    "storage_health_check_path": _NO_DEVICES,
-    "storage_healthcheck_path": _NO_DEVICES,
     "node_health_check_endpoint": _NO_DEVICES,
     "segment": "nodes have no segments here; --failure-domain says what fails together",
     "numa_bind_strict": "workers are not bound to CPUs; --no-python numactl … binds them",
