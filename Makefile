@@ -44,7 +44,7 @@ peers:  ## an environment of its own for the library that we compare with
 	@py=$$($(SETUP) peers) && echo "ready: $$py"
 
 peers-surface:  ## read the other library's public names and answers anew, into the tables that our tests are held to
-	@py=$$($(SETUP) peers) && "$$py" -W ignore scripts/peers_surface.py
+	@py=$$($(SETUP) peers) && "$$py" -W ignore scripts/peers_surface.py && "$$py" -W ignore scripts/peers_monitors.py
 
 clean:  ## all that make has made, the environments and the demo's runs included
 	rm -rf .venv .venv-* .demo .mypy_cache .ruff_cache .import_linter_cache .pytest_cache build dist

@@ -347,10 +347,10 @@ class Progress:
             return
         self._advised = True
         rank = "a rank" if event.injured_rank is None else f"rank {event.injured_rank}"
-        self.say(
-            f"{rank} made no progress{_for(silent_s)}, which is taken for a hang; if it was healthy and only slow: "
-            'run.phase("name") or run.paused() around it, or a longer --soft-timeout'
-        )
+        mend = 'run.phase("name") or run.paused() around it, or a longer --soft-timeout'
+        if not self._wrapped:
+            mend = f"a longer timeout of its rank monitor ({event.text})"
+        self.say(f"{rank} made no progress{_for(silent_s)}, which is taken for a hang; if it was only slow: {mend}")
 
 
 def _told(fault: _Fault, back: str) -> str:

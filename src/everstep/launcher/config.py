@@ -29,6 +29,14 @@ zygote some seconds, and one that cannot fork is asked again for 30 s."""
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*,?")
 _RANKS = re.compile(r"(\s*\d+\s*(,|$))*")
 MARK = re.compile(r"\beverstep\b")
+MONITORS = re.compile(
+    r"\bimport\s+everstep\.fault_tolerance\b|\bfrom\s+everstep(\.fault_tolerance\b|\s+import\s+fault_tolerance\b)"
+)
+OTHERS = re.compile(
+    r"\beverstep\.(?!fault_tolerance\b)\w|\bfrom\s+everstep\s+import\s+(?!fault_tolerance[ \t]*(as\s|\#|$))",
+    re.MULTILINE,
+)
+"""What names more of us than rank monitors; a sentence that ends with "everstep." does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +282,7 @@ def _max_restarts(flags: Mapping[str, Any], wrapped: bool) -> int | None:
 
 
 def mentions_everstep(script: str, *, module: bool = False) -> bool:
-    """True when the script, or a module it imports from beside it, names everstep.
+    """True when the script, or a module it imports from beside it, names everstep, and not for a rank monitor alone.
 
     A scan of texts, nothing is run; what cannot be read or found counts as naming it, so that a doubt keeps the spare.
     """
@@ -293,12 +301,20 @@ def mentions_everstep(script: str, *, module: bool = False) -> bool:
         seen.add(path)
         try:
             text = path.read_text(errors="replace")
-            if MARK.search(text):
+            if MARK.search(text) and not _only_monitors(text):
                 return True
             waiting += _imported_from_beside(path, text)
         except (OSError, SyntaxError, ValueError):
             return True
     return bool(waiting)
+
+
+def _only_monitors(text: str) -> bool:
+    """Tell whether all that a file imports of us is `everstep.fault_tolerance`, which wraps no function."""
+    if not MONITORS.search(text) or OTHERS.search(text):
+        return False
+    named = {alias.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for alias in node.names}
+    return "everstep" not in named
 
 
 def _source_of(module: str) -> Path | None:

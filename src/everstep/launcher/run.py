@@ -118,7 +118,7 @@ def _run(
         for text in notices(flags):
             telemetry.emit(Notice(text=text))
         if not config.wrapped and flags.get("spares") is None:
-            text = f"{config.script} names everstep nowhere: no spare is kept, a fault begins all of its workers anew"
+            text = f"{config.script} wraps no function: no spare is kept, a fault begins all of its workers anew"
             telemetry.emit(Notice(text=text))
         preload = [*config.preload] or ([] if flags.get("preload") == "none" else top_level_imports(config))
         nursery.zygotes.ask({"preload": preload}, "zygote.ready")

@@ -1,8 +1,8 @@
 """The progress page: a worker's life signs in shared memory, readable without its help.
 
 The worker stores, the agent loads; each field is one aligned 8-byte word, so that no reader sees half a value. A store
-is one `struct.pack_into` (< 1 µs). The page is a memfd that the agent made and holds. Behind its words a worker that
-cannot speak any more writes its stacks (`stacks.py`).
+is one `struct.pack_into` (< 1 µs). The page is a memfd that the agent made and holds. Behind its words lie those of the
+rank's monitor (`monitor.py`), and behind them a worker that cannot speak any more writes its stacks (`stacks.py`).
 """
 
 import mmap
@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from everstep.process import monitor
+
 _FORMAT = struct.Struct("=14q")
-SIZE = 4096
+SIZE = monitor.AT + monitor.SIZE
 _WORD = struct.Struct("=q")
 _NAME_AT, _NAME_BYTES = _FORMAT.size, 48
 _STEP, _MARK, _AUTO, _PHASE, _LIMIT, _GENERATION, _STARTED, _FROM, _MOVED, _PINGED = range(10)
@@ -70,6 +72,8 @@ class Page:
     def __init__(self, fd: int, *, stacks: bool = False) -> None:
         """Map `fd`, which may be closed afterwards; with `stacks`, keep a descriptor to write them with."""
         self._map = mmap.mmap(fd, SIZE)
+        self.monitor = monitor.Monitor(self._map)
+        self._generation = memoryview(self._map)[_GENERATION * 8 : (_GENERATION + 1) * 8].cast("q")
         self.stacks_fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC) if stacks else -1
 
     @staticmethod
@@ -90,6 +94,11 @@ class Page:
             self._put(word, 0)
         self._put(_FROM, _WORD.unpack_from(self._map, _STEP * 8)[0])  # until it is known better
         self.phase(Phase.FIRST, now)
+
+    def began(self, generation: int, now: float) -> None:
+        """A script that declares nothing begins in this generation: no limit applies but those of its monitor."""
+        self._put(_STARTED, int(now * 1e9))
+        self._put(_GENERATION, generation)
 
     def step_done(self, step: int, now: float) -> None:
         """`step` is done and the next begins."""
@@ -161,10 +170,12 @@ class Page:
     @property
     def generation(self) -> int:
         """The generation that was entered last."""
-        return int(_WORD.unpack_from(self._map, _GENERATION * 8)[0])
+        return self._generation[0]
 
     def close(self) -> None:
         """Unmap."""
+        self.monitor.release()
+        self._generation.release()
         self._map.close()
         if self.stacks_fd >= 0:
             os.close(self.stacks_fd)

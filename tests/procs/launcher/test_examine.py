@@ -14,6 +14,7 @@ from everstep.clock import SYSTEM
 from everstep.launcher.agent import examine
 from everstep.launcher.agent.examine import Examiner
 from everstep.launcher.agent.spy import find_spy
+from everstep.launcher.agent.worker import Worker
 from everstep.launcher.core.limits import Verdict
 from everstep.process.loop import Loop
 from everstep.process.page import Page
@@ -33,7 +34,7 @@ def loop():
 @pytest.fixture
 def child():
     """A process as the agent knows it, that runs `text`; says when it is about to hang."""
-    made = []
+    made, pages = [], []
 
     def begin(text, page_fd=-1):
         said, says = os.pipe()
@@ -45,10 +46,15 @@ def child():
         number = int(os.read(said, 8) or 0)
         os.close(said)
         made.append(process)
-        owned = SimpleNamespace(pid=process.pid, signal=process.send_signal)
-        return SimpleNamespace(process=owned, dump_signal=number, page_fd=page_fd, last=None, stack="told", held=False)
+        own = page_fd if page_fd >= 0 else Page.create("its own")
+        pages.append((Page(own), own if page_fd < 0 else -1))
+        return Worker(SimpleNamespace(pid=process.pid), own, pages[-1][0], 0, dump_signal=number, stack="told")
 
     yield begin
+    for page, own in pages:
+        page.close()
+        if own >= 0:
+            os.close(own)
     for process in made:
         process.kill()
         process.wait()

@@ -15,8 +15,8 @@ INSPECTOR = Path(__file__).with_name("inspector.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 EVERSTEP = (sys.executable, "-m", "everstep.cli", "run", "--max-restarts", "0", "--run-dir")
 THE_JOB_S = {
-    "EVERSTEP_BORN", "EVERSTEP_JOB", "INSPECTED", "MASTER_ADDR", "MASTER_PORT", "PYTHONHASHSEED", "RES_OPTIONS",
-    "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "TORCH_CPP_LOG_LEVEL",
+    "EVERSTEP_BORN", "EVERSTEP_JOB", "EVERSTEP_MONITOR_PAGE", "INSPECTED", "MASTER_ADDR", "MASTER_PORT",
+    "PYTHONHASHSEED", "RES_OPTIONS", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "TORCH_CPP_LOG_LEVEL",
 }  # fmt: skip
 """Variables that differ from one launch to the next, or are everstep's (docs/launcher.md)."""
 ABOVE = 496

@@ -98,6 +98,26 @@ def test_a_wrapper_in_a_module_beside_the_script_is_found(tmp_path):
     assert not mentions_everstep(script(tmp_path, "import json\n", "other.py"))
 
 
+@pytest.mark.parametrize(
+    ("text", "wraps"),
+    [
+        ("from everstep.fault_tolerance import RankMonitorClient\n", False),
+        ('"""Start it with everstep run."""\nimport everstep.fault_tolerance as ft\n', False),
+        ("from everstep import fault_tolerance  # NVRx's\n", False),
+        ("from everstep import fault_tolerance as ft\nft.RankMonitorClient()\n", False),
+        ("from everstep.fault_tolerance import RankMonitorClient\nimport everstep\n", True),
+        ("from everstep.fault_tolerance import RankMonitorClient\nfrom everstep import resilient\n", True),
+        ("from everstep.fault_tolerance import RankMonitorClient\nfrom everstep.inprocess import Wrapper\n", True),
+        ("from everstep import fault_tolerance, inprocess\n", True),
+        ("import everstep.fault_tolerance, everstep.inprocess\n", True),
+        ("import everstep.fault_tolerance\neverstep.resilient(f)\n", True),
+        ("# everstep run\n", True),
+    ],
+)
+def test_a_rank_monitor_alone_wraps_no_function(tmp_path, text, wraps):
+    assert mentions_everstep(script(tmp_path, text)) is wraps
+
+
 def test_a_doubt_keeps_the_spare(tmp_path):
     assert mentions_everstep(script(tmp_path, "def broken(:\n"))
     assert mentions_everstep("no.such.module.anywhere", module=True)

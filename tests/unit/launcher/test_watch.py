@@ -1,5 +1,6 @@
 """The agent's eyes over a page in memory: what is asked, and what the ledger is told. Time is a number."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from everstep.events import LimitLearned, Notice
 from everstep.launcher.agent.watch import INTERVAL_S, Watch
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.core.limits import Own
-from everstep.process.page import Page
+from everstep.process.page import SIZE, Page
 
 _IDLE = 1  # a process that sleeps: what the kernel says of it is real
 STACK = '  File "/home/u/train.py", line 9, in wait\n    child.wait()\n'
@@ -18,13 +19,13 @@ STACK = '  File "/home/u/train.py", line 9, in wait\n    child.wait()\n'
 class Eyes:
     """A watch and one rank whose page the test writes."""
 
-    def __init__(self, own: Own | None = None) -> None:
+    def __init__(self, own: Own | None = None, *, deaf: bool = False) -> None:
         fd = Page.create("watched")
         self.asked: list[dict] = []
         process = SimpleNamespace(pid=_IDLE, send=self.asked.append)
         self.worker = Worker(process, fd, Page(fd), 0)
-        self.watch, self.now, self.verdicts, self.news = Watch(own or Own()), 100.0, [], []
-        self.worker.page.enter(0, self.now)
+        self.watch, self.now, self.verdicts, self.news = Watch(own or Own(), deaf=deaf), 100.0, [], []
+        (self.worker.page.began if deaf else self.worker.page.enter)(0, self.now)
         self.step = 0
 
     def looks(self, seconds: float, *, steps_s: float = 0.0, moves: bool = False) -> None:
@@ -37,7 +38,7 @@ class Eyes:
                 self.worker.page.step_done(self.step, self.now)
             if moves or steps_s:
                 self.worker.page.moved(self.now)
-            if self.worker.probe_sent is not None:
+            if self.worker.probe_sent is not None and not self.watch.deaf:
                 self.worker.probe_sent, self.worker.heard_s = None, self.now
                 self.worker.waiting, self.worker.stack = False, STACK
             self.verdicts += self.watch.look({0: self.worker}, self.now)
@@ -51,8 +52,8 @@ class Eyes:
 def eyes():
     made: list[Eyes] = []
 
-    def make(own: Own | None = None) -> Eyes:
-        made.append(Eyes(own))
+    def make(own: Own | None = None, *, deaf: bool = False) -> Eyes:
+        made.append(Eyes(own, deaf=deaf))
         return made[-1]
 
     yield make
@@ -176,3 +177,78 @@ def test_a_silence_that_is_ended_from_outside_teaches_nothing(eyes):
     moved = [replace(track.seen, moved_s=now) for track in seen.tracks.values()]
     assert seen.look(moved, now, runs=False).learned.places == {}
     assert seen.look(moved, now).learned.places != {}
+
+
+DUMPED = b'Current thread 0x7f (most recent call first):\n  File "/home/u/train.py", line 9 in wait\n'
+
+
+def monitored(eyes, *, beats: bool = True):
+    """A script that knows nothing of us, and has a limit of 3 s between its heartbeats."""
+    one = eyes(deaf=True)
+    one.worker.page.monitor.begin(0, one.worker.process.pid, ["save"], one.now)
+    one.worker.page.monitor.limits(30.0, 3.0, 0.0, [60.0])
+    if beats:
+        one.worker.page.monitor.beat(1, one.now)
+    return one
+
+
+def test_a_script_that_knows_nothing_of_us_has_no_limit_but_its_monitor_s(eyes):
+    bare = eyes(deaf=True)
+    bare.looks(4000.0)
+    assert bare.verdicts == []
+    one = monitored(eyes, beats=False)
+    one.looks(29.5)
+    assert one.worker.probe_sent is None, "nobody is disturbed before it is overdue"
+    one.looks(1.0)
+    assert one.worker.probe_sent is not None
+    assert one.asked == [], "it would not hear a message"
+
+
+def test_what_a_signal_makes_it_write_is_its_answer_and_no_limit_is_raised(eyes):
+    one = monitored(eyes)
+    one.looks(3.4)
+    assert one.worker.probe_sent is not None
+    os.pwrite(one.worker.page_fd, DUMPED, SIZE)
+    one.looks(0.2)
+    assert [(v.rank, v.action) for v in one.verdicts] == [(0, "interrupt")]
+    assert "no heartbeat for 3.6 s, idle; limit 3.0 s" in one.verdicts[0].reason
+    assert one.worker.stack == '  File "/home/u/train.py", line 9, in wait\n'
+    assert one.watch.memory.learned.raised_s == 0
+    assert one.told() == []
+
+
+def test_without_an_answer_it_is_named_as_one_that_gives_none(eyes):
+    one = monitored(eyes)
+    one.looks(5.2)
+    assert [(v.rank, v.action) for v in one.verdicts[:1]] == [(0, "kill")]
+    assert "does not answer" in one.verdicts[0].reason
+
+
+def test_a_heartbeat_that_comes_after_all_voids_what_was_asked(eyes):
+    one = monitored(eyes)
+    one.looks(3.4)
+    assert one.worker.probe_sent is not None
+    one.worker.page.monitor.beat(2, one.now)
+    one.looks(2.8)
+    assert (one.worker.probe_sent, one.worker.heard_s, one.verdicts) == (None, None, [])
+
+
+def test_a_section_stands_in_place_of_what_is_learned_of_a_wrapped_function(eyes):
+    one = eyes()
+    one.looks(2.0, steps_s=0.2)
+    monitor = one.worker.page.monitor
+    monitor.begin(0, one.worker.process.pid, ["save"], one.now)
+    monitor.limits(0.0, 0.0, 0.0, [20.0])
+    monitor.open(0, one.now)
+    one.looks(19.0)
+    assert one.verdicts == []
+    one.looks(2.0)
+    assert [(v.rank, v.action) for v in one.verdicts[:1]] == [(0, "interrupt")]
+    assert "section 'save' is open for 20." in one.verdicts[0].reason
+
+
+def test_the_stack_of_a_child_that_begins_the_script_is_asked_for_and_of_nobody_else(eyes):
+    one = monitored(eyes)
+    assert one.worker.speaker == one.worker.process.pid
+    one.worker.page.monitor.begin(0, os.getpid(), [], one.now)
+    assert one.worker.speaker == one.worker.process.pid, "we are not of its session"

@@ -23,6 +23,7 @@ from everstep.launcher.agent.examine import Examiner
 from everstep.launcher.agent.frozen import EXIT_S, Unwatched
 from everstep.launcher.agent.hearing import Hearing
 from everstep.launcher.agent.host import AgentHost
+from everstep.launcher.agent.monitors import Monitors
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.single import Single
 from everstep.launcher.agent.stores import Stores
@@ -65,7 +66,9 @@ class Agent:
         self.crew = Crew(config, nursery, log_root(config, run_dir), self.hearing.heard, self._gone, self.clock)
         self.host = AgentHost(self, [*companions, Control(self)])
         self.examiner = Examiner(loop)
-        self.watch = Watch(limits.Own(config.soft_timeout_s, config.hard_timeout_s, config.first_timeout_s))
+        own = limits.Own(config.soft_timeout_s, config.hard_timeout_s, config.first_timeout_s)
+        self.watch = Watch(own, deaf=not config.wrapped)
+        self.monitors = Monitors(self)
         self.world = world.begin(self.nodes.name, config.policy)
         self.unwatched = Unwatched(config.hard_timeout_s or EXIT_S)
         self.roster: words.Roster | None = None
@@ -131,6 +134,7 @@ class Agent:
         if self.ending is None:
             self.nursery.patrol({w.process.pid for w in self.crew if w.begun})
             self._look(now)
+            self.monitors.look()
             for worker, text in self.unwatched.look(self.world.phase, self.crew, now):
                 self.nodes.say(words.Wedged(worker.incarnation, text, self.crew.step()))
         self.nodes.look(now)
@@ -139,7 +143,7 @@ class Agent:
         self.loop.later(INTERVAL_S, self._tick)
 
     def _look(self, now: float) -> None:
-        if self.world.phase is world.Phase.RUNNING and self.config.wrapped and not self.examiner.busy:
+        if self.world.phase is world.Phase.RUNNING and not self.examiner.busy:
             self.nodes.judge(now)
 
     def condemned(self, worker: Worker, verdict: limits.Verdict, evidence: str) -> None:
@@ -147,7 +151,8 @@ class Agent:
         if self.ending is not None or worker.last is not None:  # meanwhile it has died, which says more
             return
         text = f"{verdict.reason}\n{evidence}".rstrip()
-        if verdict.action == "kill" or not worker.attached:  # no function is on its stack that could be left
+        held = verdict.action == "kill" or not worker.attached  # no function is on its stack that could be left
+        if held and self.config.wrapped:  # of an unwrapped script all workers begin anew, whoever hears us
             self.nodes.say(words.Wedged(worker.incarnation, text, self.crew.step()))
         else:
             self.fault(worker, "stall", "page", text)
@@ -172,6 +177,7 @@ class Agent:
         self.nodes.say(words.Faulted(fault))
 
     def _gone(self, worker: Worker, status: int) -> None:
+        self.monitors.gone(worker)
         if worker.begun and not worker.attached and status == 0 and self.roster is not None:
             worker.done = True
             self._flag_early_exit(worker)
@@ -243,9 +249,9 @@ class Agent:
 
     def _report(self, fault: words.Fault) -> None:
         worker = self.crew.ranks.get(fault.rank) if fault.rank is not None else None
-        mark_s = worker.look().mark_s if worker is not None else None
+        mark_s = worker.marked_s if worker is not None else None
         if worker is None and fault.kind == "death":  # of another node: ours have waited for it since their last step
-            mark_s = max((w.look().mark_s for w in self.crew.ranks.values()), default=None)
+            mark_s = max((w.marked_s or 0.0 for w in self.crew.ranks.values()), default=0.0) or None
         self.telemetry.emit(ledger.fault(fault, mark_s))
 
     def _enter(self, roster: words.Roster) -> None:

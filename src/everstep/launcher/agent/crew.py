@@ -17,6 +17,7 @@ from everstep.launcher.agent.worker import Worker
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.nodes.core.places import places
 from everstep.process import mark
+from everstep.process.monitor import PAGE
 from everstep.process.page import Page
 from everstep.recovery.core import words
 from everstep.telemetry import more_room
@@ -128,14 +129,15 @@ class Crew:
         assert worker.rank is not None
         config = self._config
         worker.begun, worker.attempt = True, attempt
-        if config.wrapped:  # from here to its first step it is watched: set-up has a limit of its own
-            worker.page.enter(attempt, self._clock.now())
+        # from here to its first step a wrapped function is watched: set-up has a limit of its own
+        (worker.page.enter if config.wrapped else worker.page.began)(attempt, self._clock.now())
         place = self._places[worker.incarnation]
         logs = worker.logs = self._plan_logs(attempt, place)
         environment = workers.environment_of(
             self._nursery.environment, config, self._standing(worker), attempt, store, logs.error_file
         ) | mark.words(self._nursery.job, worker.process.number)
         self.error_files[worker.incarnation] = logs.error_file
+        environment[PAGE] = f"/proc/{os.getpid()}/fd/{worker.page_fd}"
         shown = (logs.stdout if logs.tee_stdout else "", logs.stderr if logs.tee_stderr else "")
         prefix = prefix_of(self._prefix, config.role, worker.rank, place)
         self._tails += tails_of(prefix, Streams(shown, (config.stdout_filters, config.stderr_filters)))

@@ -90,16 +90,14 @@ class Examiner:
             return
         self.busy = True
         stopped = (kernel.status(worker.process.pid) or _GONE).state in "Tt"
-        if worker.dump_signal and not stopped:
-            stacks.clear(worker.page_fd, SIZE)
-            worker.process.signal(worker.dump_signal)
-        until = self._loop.clock.now() + (DUMP_S if worker.dump_signal and not stopped else 0.0)
+        writes = not stopped and worker.dump()
+        until = self._loop.clock.now() + (DUMP_S if writes else 0.0)
         self._await(worker, until, "", lambda dumped: then(worker, verdict, self._evidence(worker, dumped)))
 
     def _await(self, worker: Worker, until: float, before: str, then: Callable[[str], None]) -> None:
         """Wait for the dump to be whole, and for py-spy; each has its deadline."""
         now, native = self._loop.clock.now(), self._natives.get(worker.process.pid)
-        dumped = stacks.read(worker.page_fd, SIZE) if worker.dump_signal and worker.last is None else ""
+        dumped = stacks.read(worker.page_fd, SIZE) if worker.dump_by and worker.last is None else ""
         writes = now < until and worker.last is None and (not dumped or dumped != before)
         if writes or (native is not None and not native.over):
             self._loop.later(_SETTLES_S, lambda: self._await(worker, until, dumped, then))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from everstep.errors import ExitCode
 from everstep.launcher.agent.crew import Crew
 from everstep.launcher.agent.examine import Examiner
 from everstep.launcher.agent.host import AgentHost
@@ -151,6 +152,10 @@ class Single:
 
     def ending(self, command: words.End) -> None:
         """See `Nodes.ending`."""
+
+    def exclude(self, text: str) -> None:
+        """See `Nodes.exclude`: there is no other node, so the job ends and the scheduler may replace this one."""
+        self.say(words.EndRequested(int(ExitCode.BAD_NODE), f"{text}; the job has no other node"))
 
     def problems(self) -> Sequence[str]:
         """See `Nodes.problems`."""

@@ -239,6 +239,12 @@ class Together:
         if command.code != 0:
             self._line.say(words.EndRequested(command.code, command.reason))
 
+    def exclude(self, text: str) -> None:
+        """See `Nodes.exclude`: for the others this node is lost, once all that ran here has ended."""
+        self.cut_off = True
+        self._line.over = True
+        self._agent.end(words.End(int(ExitCode.BAD_NODE), f"{text}; the others go on without {self.name}"))
+
     def close(self) -> None:
         """See `Nodes.close`."""
         self._line.leave()
@@ -270,9 +276,8 @@ class Together:
     def asked_to_look(self, rank: int) -> None:
         """See `membership.Agent.asked_to_look`."""
         worker = self._agent.crew.ranks.get(rank)
-        if worker is not None and worker.probe_sent is None and worker.last is None:
-            worker.probe_sent = self._agent.loop.clock.now()
-            worker.process.send({"kind": "world.probe"})
+        if worker is not None and worker.last is None:
+            self._agent.watch.ask(worker, self._agent.loop.clock.now())
 
     def convicted(self, rank: int, action: str, text: str) -> None:
         """See `membership.Agent.convicted`."""

@@ -9,7 +9,8 @@ from everstep.launcher.core import limits
 from everstep.launcher.core.learned import Lesson
 from everstep.launcher.core.memory import Glance, Memory
 from everstep.launcher.glances import glance
-from everstep.process import kernel
+from everstep.process import kernel, stacks
+from everstep.process.page import SIZE
 
 INTERVAL_S = 0.2
 MOST_LESSONS = 1000
@@ -24,6 +25,8 @@ class Watch:
     """The agent's eyes."""
 
     own: limits.Own
+    deaf: bool = False
+    """The script knows nothing of us: its workers answer no question, but a signal makes them write their stacks."""
     memory: Memory = field(default_factory=Memory)
     near: frozenset[int] = frozenset()
     """The ranks that the last look found near their limits."""
@@ -41,15 +44,17 @@ class Watch:
             worker = workers[verdict.rank]
             if verdict.action != "probe":
                 self._raise(views[verdict.rank])
-            elif worker.probe_sent is None:  # once
-                worker.probe_sent = now
-                worker.process.send({"kind": "world.probe"})
+            else:
+                self.ask(worker, now)
         self._tell()
         return tuple(verdict for verdict in verdicts if verdict.action != "probe")
 
     def observe(self, workers: Mapping[int, Worker], now: float) -> tuple[limits.View, ...]:
         """One look at the ranks of this node, without a judgement: where there are others, that is for all of them."""
-        self.memory = self.memory.look([_glance(rank, worker) for rank, worker in sorted(workers.items())], now)
+        for worker in workers.values() if self.deaf else ():
+            self._hear(worker, now)
+        glances = [self._glance(rank, worker) for rank, worker in sorted(workers.items())]
+        self.memory = self.memory.look(glances, now)
         for rank, track in self.memory.tracks.items():
             if track.void:
                 workers[rank].probe_sent = workers[rank].heard_s = None
@@ -57,6 +62,33 @@ class Watch:
         views = self.memory.views(now)
         self.near = frozenset(v.rank for v in views if limits.near(v, self.memory.learned, self.own))
         return views
+
+    def ask(self, worker: Worker, now: float) -> None:
+        """Ask where it stands and whether it hears us, once in a silence."""
+        if worker.probe_sent is not None:
+            return
+        worker.probe_sent = now
+        if not self.deaf:
+            worker.process.send({"kind": "world.probe"})
+        else:
+            worker.dump()
+
+    def _hear(self, worker: Worker, now: float) -> None:
+        """What a signal has made it write is its answer."""
+        if worker.probe_sent is None or worker.last is not None:
+            return
+        told = stacks.main_thread(stacks.read(worker.page_fd, SIZE))
+        if told:
+            worker.probe_sent, worker.heard_s = None, now
+            worker.stack, worker.waiting = told, stacks.waits(told)
+
+    def _glance(self, rank: int, worker: Worker) -> Glance:
+        pid = worker.speaker if self.deaf else worker.process.pid
+        return glance(
+            rank, worker.look(), kernel.status(pid), asked_s=worker.probe_sent, heard_s=worker.heard_s,
+            waiting=bool(worker.waiting), stack=worker.stack, inside=worker.inside, held=worker.held,
+            monitoring=worker.monitoring, deaf=self.deaf,
+        )  # fmt: skip
 
     def generation_of(self, rank: int) -> int:
         """Return the generation that a rank was last seen in."""
@@ -74,7 +106,10 @@ class Watch:
 
     def _raise(self, view: limits.View) -> None:
         """An alarm is raised: from here on its place has more time."""
-        before = limits.limit_of(view, self.memory.learned, self.own).limit_s
+        limit = limits.limit_of(view, self.memory.learned, self.own)
+        if limit.what:  # of the script's own
+            return
+        before = limit.limit_s
         self.memory = self.memory.alarmed(view, before)
         after = limits.limit_of(view, self.memory.learned, self.own).limit_s
         if after > before:
@@ -111,10 +146,3 @@ class Watch:
             longest_s=learned.longest_s, steps=learned.steps, place=place, place_s=place_s,
         )  # fmt: skip
         self._news.append(event)
-
-
-def _glance(rank: int, worker: Worker) -> Glance:
-    return glance(
-        rank, worker.look(), kernel.status(worker.process.pid), asked_s=worker.probe_sent, heard_s=worker.heard_s,
-        waiting=bool(worker.waiting), stack=worker.stack, inside=worker.inside, held=worker.held,
-    )  # fmt: skip

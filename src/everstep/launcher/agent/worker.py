@@ -1,6 +1,7 @@
 """What the agent knows of one worker, and what a worker is told when it gets a rank."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from everstep.errors import ProtocolError
 from everstep.launcher.agent.process import Process
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.core.unlike import HEARD
-from everstep.process.page import Page, Reading
+from everstep.process import kernel, stacks
+from everstep.process.monitor import Monitoring, Request
+from everstep.process.page import SIZE, Page, Reading
 from everstep.recovery.core.words import Facts, Incarnation
 
 
@@ -37,11 +40,14 @@ class Worker:
     inside: bool = False  # that answer: it stands in the loop that turns
     held: bool = False  # for a moment, by a debugger of ours: it is not stopped by anybody else
     dump_signal: int = 0  # makes it write its stacks behind its page; 0: it listens to none
+    asked_for: int = 0  # requests of its script's that have been heard
     last: Reading | None = None
     logs: "Logs | None" = None
     attempt: int = 0
     lasting: frozenset[int] = frozenset()  # daemons that its script had let go of before the wrapped call
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    _requested: Request | None = None
+    _monitoring: Monitoring | None = None
 
     @property
     def incarnation(self) -> Incarnation:
@@ -58,8 +64,49 @@ class Worker:
         """Read its page; after its end, what stood there last."""
         return self.page.read() if self.last is None else self.last
 
+    @property
+    def monitoring(self) -> Monitoring | None:
+        """What its script's own rank monitor has said; after its end, what stood there last."""
+        return self.page.monitor.read() if self.last is None else self._monitoring
+
+    @property
+    def marked_s(self) -> float | None:
+        """Its last sign of progress in monotonic seconds; None where it has given none."""
+        said = self.monitoring
+        return max(self.look().mark_s, said.event_s if said is not None else 0.0) or None
+
+    @property
+    def speaker(self) -> int:
+        """The process whose monitor it is: a child of ours where another program begins the script."""
+        said = self.monitoring
+        if said is None or said.pid == self.process.pid:
+            return self.process.pid
+        known = kernel.status(said.pid)  # of the same session: numbers are used again
+        return said.pid if known is not None and known.session == self.process.pid else self.process.pid
+
+    @property
+    def dump_by(self) -> int:
+        """The signal that makes it write its stacks behind its page; 0: there is none that would not end it."""
+        said = self.monitoring
+        number = self.dump_signal or (said.signal if said is not None else 0)
+        return number if signal.SIGRTMIN <= number <= signal.SIGRTMAX else 0
+
+    def dump(self) -> bool:
+        """Have it write its stacks behind its page; False where it listens to no signal, or has ended."""
+        number = self.dump_by if self.last is None else 0
+        if number:
+            stacks.clear(self.page_fd, SIZE)
+            kernel.kill(self.speaker, number)
+        return number > 0
+
+    @property
+    def requested(self) -> Request | None:
+        """What its script asked of us last."""
+        return self.page.monitor.requested if self.last is None else self._requested
+
     def close(self) -> None:
         """Let the page go."""
+        self._requested, self._monitoring = self.page.monitor.requested, self.page.monitor.read()
         self.last = self.page.read()
         self.page.close()
         os.close(self.page_fd)

@@ -22,6 +22,8 @@ Rule 8: a function that declares no steps has turns of its loop for steps, as fa
         set-up and what follows the loop included, has the time after which NVRx ends a rank, and may run for ever.
 Rule 9: who runs without a mark at a few lines, for longer than a compilation takes, loops for ever; an evaluation is at
         many.
+Rule 10: what a rank's own monitor says of it (`monitors.py`) is judged here too, by the same ladder: one fault, one
+        restart. While the rank waits for others it is they who are judged, for as long as their own limits say.
 Rejected: any limit below `IDLE_FLOOR_S`, and none at all (an endless loop of bytecode would hold a job for ever).
 """
 
@@ -51,6 +53,7 @@ _KIND_S: Mapping[str, float] = {"save": FIRST_CEILING_S, "compile": FIRST_CEILIN
 _WAITS = ("device", "backward")
 _BUSY_STATES = "RD"  # runs or would run; in a disk's or a driver's hands
 _SLOW_PHASES = ("first", "after")
+_DECLARED = ("declared", "paused", "waiting")  # phases that say themselves how long they may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,12 @@ class View:
     turns: int = 0  # of that loop
     places: int = 0  # at which it was seen since its mark; 0: not known
     silent_share: float | None = None  # `cpu_share` since its mark, whether it moves or not; None: the same
+    monitor: str = ""  # what its own monitor waits for; empty: nothing
+    monitor_s: float = 0.0  # for so long
+    monitor_limit_s: float = 0.0
+    monitor_firm: bool = False  # in place of what is learned
+    deaf: bool = False  # its script knows nothing of us: it is asked once it is overdue, by a signal
+    beats: int = 0  # heartbeats and sections, where no steps are counted
 
     @property
     def busy(self) -> bool:
@@ -135,6 +144,7 @@ class Limit:
 
     quiet_s: float
     limit_s: float
+    what: str = ""  # of the rank's own monitor
 
     @property
     def over(self) -> bool:
@@ -144,11 +154,24 @@ class Limit:
 
 def limit_of(view: View, learned: Learned, own: Own) -> Limit:
     """Return what applies to `view` now."""
+    limit = _limit_of(view, learned, own)
+    if not view.monitor_limit_s or view.phase in _DECLARED:
+        return limit
+    monitor = Limit(view.monitor_s, view.monitor_limit_s, view.monitor)
+    stands = view.monitor_firm and _explicit(view, own) is None
+    return monitor if monitor.over or stands or not limit.limit_s else limit
+
+
+def _explicit(view: View, own: Own) -> float | None:
+    return own.first_s if view.phase in _SLOW_PHASES else own.soft_s
+
+
+def _limit_of(view: View, learned: Learned, own: Own) -> Limit:
     if view.phase in ("none", "paused", "waiting"):
         return Limit(0.0, 0.0)
     if view.phase == "declared":
         return Limit(view.silent_s, view.limit_s)
-    explicit = own.first_s if view.phase in _SLOW_PHASES else own.soft_s
+    explicit = _explicit(view, own)
     if explicit is not None:
         return Limit(view.still_s if own.automatic and not view.pinged else view.silent_s, explicit)
     raised = learned.raised(view.step, view.place)
@@ -242,7 +265,7 @@ def _ask(views: Sequence[View], limits: Mapping[int, Limit], overdue: Sequence[V
 
 def _half_way(view: View, limit: Limit) -> bool:
     """Half of what a rank has that stands still in a step: set-ups and raised limits are learned from as well."""
-    if not limit.limit_s:
+    if not limit.limit_s or view.deaf:
         return False
     silent = view.turns > 0 and view.silent_s > PROBE_SHARE * POLL_S  # it runs: is that its loop?
     return silent or view.still_s > PROBE_SHARE * IDLE_FLOOR_S or limit.quiet_s > PROBE_SHARE * limit.limit_s
@@ -255,7 +278,10 @@ def _behind(overdue: Sequence[View], views: Sequence[View], limits: Mapping[int,
     """
     if not all(v.waiting for v in overdue):
         return False
-    return any(limits[v.rank].limit_s and not v.waiting for v in views if v not in overdue)
+    others = [limits[v.rank].limit_s for v in views if v not in overdue and not v.waiting]
+    if any(limits[v.rank].what for v in overdue):  # those who go on beating may be waited for in vain
+        return any(limits[v.rank].quiet_s < limits[v.rank].limit_s + most for v in overdue for most in others if most)
+    return any(others)
 
 
 def _asked(view: View) -> bool:
@@ -269,16 +295,19 @@ def _condemn(overdue: Sequence[View], limits: Mapping[int, Limit]) -> tuple[Verd
         return tuple(Verdict(v.rank, "probe", "overdue") for v in unheard)
     wedged = [v for v in overdue if v.state in "Tt" or (v.probe_age_s is not None and v.probe_age_s > PROBE_PATIENCE_S)]
     if wedged:
-        return tuple(Verdict(v.rank, "kill", _wedged(v)) for v in wedged)
+        return tuple(Verdict(v.rank, "kill", _wedged(v, limits)) for v in wedged)
     if any(v.probe_age_s is not None for v in overdue):
         return ()  # an answer may still come
-    culprit = min(overdue, key=lambda v: (v.waiting is not False, v.kind in _WAITS, v.step, v.rank))
+    culprit = min(overdue, key=lambda v: (v.waiting is not False, v.kind in _WAITS, v.step, v.beats, v.rank))
     how = f"{'burning CPU' if culprit.busy else 'idle'}; limit {limits[culprit.rank].limit_s:.1f} s"
-    return (Verdict(culprit.rank, "interrupt", f"{_silence(culprit, limits)}, {how}"),)
+    return (Verdict(culprit.rank, "interrupt", f"{_silence(culprit, limits)}, {how}"),)  # a deaf one is ended by it
 
 
 def _silence(view: View, limits: Mapping[int, Limit]) -> str:
     """Say how long it has been silent, in which phase, after which step."""
+    limit = limits[view.rank]
+    if limit.what:
+        return f"{limit.what} for {limit.quiet_s:.1f} s"
     where = {
         "first": "in set-up or the first step",
         "declared": f"in the phase {view.name!r}",
@@ -286,10 +315,17 @@ def _silence(view: View, limits: Mapping[int, Limit]) -> str:
     }.get(view.phase, "")
     done = f"after {view.turns} turns of its loop" if view.turns else f"after step {view.step}"
     place = f"{where}, {done}" if where and view.step else where or done
-    return f"no progress for {limits[view.rank].quiet_s:.1f} s {place}"
+    return f"no progress for {limit.quiet_s:.1f} s {place}"
 
 
-def _wedged(view: View) -> str:
+def _wedged(view: View, limits: Mapping[int, Limit]) -> str:
+    limit = limits[view.rank]
+    told = f"{_silence(view, limits)}; limit {limit.limit_s:.1f} s" if limit.what else ""
     if view.state in "Tt":
-        return f"stopped (state {view.state}) for {view.silent_s:.1f} s"
-    return f"does not answer (its interpreter lock is held, or it is starved); silent for {view.silent_s:.1f} s"
+        return (
+            f"stopped (state {view.state}); {told}"
+            if told
+            else f"stopped (state {view.state}) for {view.silent_s:.1f} s"
+        )
+    told = told or f"silent for {view.silent_s:.1f} s"
+    return f"does not answer (its interpreter lock is held, or it is starved); {told}"

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from everstep.launcher.core.learned import Learned, Lesson, kind_of, place_of
 from everstep.launcher.core.limits import MOVES_S, PROBE_PATIENCE_S, View
+from everstep.launcher.core.monitors import Gap, Watched, claim
 
 LOOK_S = 1.0
 """Looks come five times a second; of a longer gap between two of them this much counts."""
 _TEACH = ("first", "step", "after")
+MOST_GAPS = 64
 _SHORTEST_S = 0.1
 """Below it the kernel's count of CPU time says nothing."""
 
@@ -45,6 +47,8 @@ class Glance:
     turned_s: float = 0.0  # the last
     inside: bool = False  # its last answer: it stands in that loop
     places: int = 0  # at which it was seen since its mark
+    watched: Watched | None = None  # what its own monitor says
+    deaf: bool = False  # it answers no question: its script knows nothing of us
 
     @property
     def counted(self) -> "Glance":
@@ -96,8 +100,17 @@ class Track:
             void=void and (asked is not None or heard is not None),
         )
 
-    def view(self, now: float) -> View:
-        """Return it as it is judged."""
+    def view(self, now: float, gaps: Sequence[Gap] = ()) -> View:
+        """Return it as it is judged. `gaps`: when nobody looked."""
+        held = None if self.seen.watched is None else claim(self.seen.watched, now, gaps)
+        view = self._view(now)
+        if held is None:
+            return view
+        return replace(
+            view, monitor=held.what, monitor_s=held.quiet_s, monitor_limit_s=held.limit_s, monitor_firm=held.firm
+        )
+
+    def _view(self, now: float) -> View:
         seen, quiet, still = self.seen, self.quiet(now), self.still(now)
         base, since = (self.mark_cpu_s, quiet) if still < MOVES_S else (self.still_cpu_s, still)
         answered = seen.heard_s is not None
@@ -123,6 +136,8 @@ class Track:
             waiting=seen.waiting if answered else None,
             place=place_of(seen.stack) if answered else "",
             kind=kind_of(seen.stack) if answered else "",
+            deaf=seen.deaf,
+            beats=seen.watched.beats + seen.watched.events if seen.watched is not None else 0,
         )
 
 
@@ -137,6 +152,8 @@ class Memory:
     """How long this generation has been looked at."""
     lessons: tuple[Lesson, ...] = ()
     """What the last look has taught."""
+    gaps: tuple[Gap, ...] = ()
+    """When nobody looked, the newest last."""
 
     def look(self, glances: Sequence[Glance], now: float, *, runs: bool = True) -> "Memory":
         """Take in one look at every rank of a generation; not `runs`: it is being left."""
@@ -154,11 +171,12 @@ class Memory:
         learned = functools.reduce(Learned.taught, lessons, self.learned)
         if tracks:
             learned = learned.passed(min(track.seen.step for track in tracks.values()), running_s)
-        return Memory(learned, tracks, now, running_s, tuple(lessons))
+        gaps = (*self.gaps, (now, away))[-MOST_GAPS:] if away else self.gaps
+        return Memory(learned, tracks, now, running_s, tuple(lessons), gaps)
 
     def views(self, now: float) -> tuple[View, ...]:
         """Return what is to be judged."""
-        return tuple(track.view(now) for _, track in sorted(self.tracks.items()))
+        return tuple(track.view(now, self.gaps) for _, track in sorted(self.tracks.items()))
 
     def alarmed(self, view: View, limit_s: float) -> "Memory":
         """An alarm was raised about `view`, whose limit was `limit_s`."""

@@ -76,6 +76,10 @@ class Nodes(Protocol):
         """The end has been decided here."""
         ...
 
+    def exclude(self, text: str) -> None:
+        """This node shall take no part any more: its ranks end here, and go to others where there are any."""
+        ...
+
     def problems(self) -> Sequence[str]:
         """What went wrong on other nodes and must show in the exit status, a sentence each."""
         ...

@@ -73,3 +73,19 @@ def test_on_hold_nobody_writes_and_the_store_serves_on():
     agent.nodes.hold(on=True)
     agent.nodes.hold(on=False)
     assert [process.signals for process in agent.processes] == [[signal.SIGSTOP, signal.SIGCONT]] * 3 + [[]]
+
+
+def test_a_node_that_leaves_itself_out_says_nothing_more_and_no_good_bye():
+    """Its agent ends what runs here first; that its connection ends then is what the others hear."""
+    agent = Agent(Phase.RUNNING)
+    said = []
+    agent.pipe.stream.send = said.append
+    agent.nodes.exclude("rank 1 has asked for it")
+    (end,) = agent.ends
+    assert end.code == 75
+    assert end.reason == "rank 1 has asked for it; the others go on without node-0"
+    agent.nodes.ending(end)
+    agent.nodes.say(words.Died(Incarnation("node-0", 1, 1), -9))
+    agent.line.leave()
+    assert said == []
+    assert agent.nodes.cut_off

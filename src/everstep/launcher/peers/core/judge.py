@@ -92,8 +92,9 @@ class Judge:
                 continue
             view = self._views[verdict.rank][1]
             limit = limits.limit_of(view, self.learned, self.own)
-            step = view.step if view.counted else None
-            self.learned = self.learned.hung(step, view.place, limit.limit_s, self._running_s)
+            if not limit.what:  # a limit of the script's own is not raised
+                step = view.step if view.counted else None
+                self.learned = self.learned.hung(step, view.place, limit.limit_s, self._running_s)
             self._running = False
             orders.append(({"kind": "condemn", "action": verdict.action, "text": verdict.reason}, verdict.rank))
         return orders
@@ -101,4 +102,5 @@ class Judge:
 
 def _aged(view: limits.View, age_s: float) -> limits.View:
     moves = view.moves and age_s < _SOON_S
-    return replace(view, silent_s=view.silent_s + age_s, still_s=view.still_s if moves else view.still_s + age_s)
+    still_s = view.still_s if moves else view.still_s + age_s
+    return replace(view, silent_s=view.silent_s + age_s, still_s=still_s, monitor_s=view.monitor_s + age_s)
