@@ -15,6 +15,8 @@
     ├── JobEnded              the job is over, told to those of its ranks that live; the message is its story
     └── LedgerError           a second that cannot be placed, or an event that cannot be read
 
+    JobDrained                no error: the job is asked to end (a SystemExit with code 0, raised between two steps)
+
 Every message tells what happened, to whom, what was expected, and the mend.
 """
 
@@ -99,3 +101,14 @@ class StoreTimeout(StoreError, TimeoutError):
 
 class LedgerError(EverstepError):
     """The event log of a run cannot be read, or does not account for every second."""
+
+
+class JobDrained(SystemExit):
+    """The job was asked to end, and this rank leaves it after the step that ran. A SystemExit: no `except Exception`
+    takes it for a fault, and what follows the wrapped call is not run as if training were done.
+    """
+
+    def __init__(self, step: int) -> None:
+        """`step`: the last one that all ranks have done."""
+        super().__init__(0)
+        self.step = step

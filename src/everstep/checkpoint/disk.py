@@ -237,6 +237,10 @@ class Disk(Saves):
             self._remove_the_condemned()
         return not self.outstanding or self._waited_enough()
 
+    def durable(self) -> int:
+        """See `DurableCompanion.durable`."""
+        return self.inventory.newest or 0
+
     def _waited_enough(self) -> bool:
         left = self._patience.left_s(self._host.clock.now())
         if left > 0:

@@ -175,6 +175,7 @@ class SharedDisk(Coordinating):
     def outstanding(self) -> bool:
         """See `Saves.outstanding`."""
         asking = self._lasts is not None or self._standings is not None
+        asking = asking or (self._save is not None and self._save.token == self._last)  # also until all have it in hand
         return asking or super().outstanding or (not self._first and bool(self._ordered))
 
     def problems(self) -> Sequence[str]:

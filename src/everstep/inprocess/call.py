@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from everstep import environ
 from everstep.clock import Clock
-from everstep.errors import EverstepError, ExitCode, JobEnded, UsageError
+from everstep.errors import EverstepError, ExitCode, JobDrained, JobEnded, UsageError
 from everstep.events import Arrived, Category, SpanClosed, SpanOpened, StopBegun
 from everstep.inprocess.assignment import Assignment
 from everstep.inprocess.core.pursuit import Verdict
@@ -178,7 +178,7 @@ class Caller:
         Unless this generation is being left: then it is what the function made of our interrupt, and void.
         """
         if isinstance(end, SystemExit) and end.code in (None, 0):
-            self._exit = SystemExit(0)
+            self._exit = JobDrained(end.step) if isinstance(end, JobDrained) else SystemExit(0)
             self._step(member.Returned())
             return None
         if self._phase() is not Phase.RUNNING:

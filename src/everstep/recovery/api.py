@@ -108,6 +108,14 @@ class Companion(Protocol):
         ...
 
 
+class DurableCompanion(Companion, Protocol):
+    """A companion whose checkpoints outlive the job."""
+
+    def durable(self) -> int:
+        """Return the newest step that a start can go on from; 0 where there is none."""
+        ...
+
+
 class PeerCompanion(Companion, Protocol):
     """A companion in a world without an agent: one of them beside every rank, none of which sees another's rank.
 

@@ -168,6 +168,10 @@ class AloneParts:
         del total, state
         return NoFaults()
 
+    def before_step(self, step: int) -> None:
+        """See `Parts.before_step`: a signal reaches the script itself."""
+        del step
+
     def page_step(self, step: int) -> None:
         """See `Parts.page_step`."""
         self.phase = Phase.STEP

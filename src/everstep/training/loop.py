@@ -1,8 +1,9 @@
 """The loop of steps: where state is restored and taken, faults are let in, and the ledger learns what was done.
 
 Order at a boundary, after step k: its values are read; the snapshot of k is taken; its ledger lines are written, in one
-call, also where the snapshot failed; the page says k; the faults planned between steps come; the next batch is fetched;
-k+1 begins. Whoever dies before the snapshot is sealed does k again, whoever dies after it goes on with k+1.
+call, also where the snapshot failed; the page says k; a job that is asked to end does so here; the faults planned
+between steps come; the next batch is fetched; k+1 begins. Whoever dies before the snapshot is sealed does k again,
+whoever dies after it goes on with k+1.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -52,6 +53,7 @@ class Steps:
             parts.show_begun(done, self._total)
         try:
             for step in range(done + 1, self._total + 1):
+                parts.before_step(step)
                 faults.at_boundary(step)
                 if batches is None:
                     yield from self._one(step, step)

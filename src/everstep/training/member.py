@@ -20,6 +20,7 @@ from everstep.process.page import Phase
 from everstep.recovery.session import Session
 from everstep.training import numerics
 from everstep.training.alone import device_of
+from everstep.training.boundary import Boundary
 from everstep.training.keeper import Keeper
 from everstep.training.parts import Faults, NoFaults
 from everstep.training.run import Run
@@ -40,6 +41,8 @@ class Ours:
         for name in READERS:
             session.on(name, self._heard_disk)
         session.on("fault", self._heard_fault)
+        self._boundary = Boundary(session.send)
+        session.on("drain", self._heard_drain)
 
     def _heard_disk(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
         if fds:
@@ -51,6 +54,10 @@ class Ours:
         del fds  # none come
         self._calls.deliver(message)
 
+    def _heard_drain(self, message: Mapping[str, Any], fds: Sequence[int]) -> None:
+        del fds  # none come
+        self._boundary.heard(message)
+
     @contextlib.contextmanager
     def generation(self, assignment: Assignment) -> Generator[Run]:
         """Make this generation's groups and hand out its Run."""
@@ -59,7 +66,8 @@ class Ours:
         keeper = Keeper(
             assignment, self._snapshotter, self._disks, session.telemetry, session.clock, readers=self._readers
         )
-        parts = MemberParts(session, self.interrupter, assignment, self._backend, keeper, self._calls)
+        self._boundary.enter(assignment.generation)
+        parts = MemberParts(session, self.interrupter, assignment, self._backend, keeper, self._calls, self._boundary)
         keeper.reading = parts.reading
         self._keeper = keeper
         with self._cleaning.meeting.entered(assignment):
@@ -106,7 +114,9 @@ class MemberParts:
         backend: str,
         keeper: Keeper,
         calls: Calls,
+        boundary: Boundary,
     ) -> None:
+        self._boundary = boundary
         self._session, self._interrupter, self._assignment, self._calls = session, interrupter, assignment, calls
         self.rank = assignment.rank
         self.device: torch.device = device_of(
@@ -163,6 +173,10 @@ class MemberParts:
             [t for t in things if isinstance(t, torch.nn.Module)], [t for t in things if hasattr(t, "param_groups")]
         )
         return hooks
+
+    def before_step(self, step: int) -> None:
+        """See `Parts.before_step`."""
+        self._boundary.before(step)
 
     def page_step(self, step: int) -> None:
         """See `Parts.page_step`."""

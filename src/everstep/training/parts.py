@@ -114,6 +114,10 @@ class Parts(Protocol):
         """Return the injector of this generation."""
         ...
 
+    def before_step(self, step: int) -> None:
+        """`step` is next. Raises JobDrained where the job ends before it."""
+        ...
+
     def page_step(self, step: int) -> None:
         """Say on the page that `step` is done."""
         ...

@@ -17,6 +17,8 @@ from everstep.training import alone, member
 from everstep.training.exact import make_exact
 from everstep.training.run import Run
 
+DRAINS = {"drains": True}
+"""What the agent is told of this call: it can be left between two steps."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -88,6 +90,6 @@ def _with_agent(caller: Caller, function: Callable[[Run], T], backend: str) -> T
             return in_this_process(lambda: function(run))
 
     try:
-        return caller.call(body, ours.interrupter, ours)
+        return caller.call(body, ours.interrupter, ours, DRAINS)
     finally:
         ours.close()

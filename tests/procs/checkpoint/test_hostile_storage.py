@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -97,7 +98,8 @@ def test_a_disk_that_fills_up_turns_read_only_and_vanishes_fails_saves_by_name_a
         code, told = job.end()
     finally:
         unmounted(where)
-    assert code == 143
+    assert code == 1, "the step that it ended with is lost, and so it says"
+    assert re.search(r"Step \d+ was done, and the newest durable checkpoint is of step \d+", told)
     assert "No space left on device (ENOSPC); free space there" in told
     assert "Read-only file system (EROFS)" in told
     assert "is not the directory that this job began with: its owner file is gone. A mount went away" in told
@@ -172,6 +174,28 @@ def test_storage_that_never_returns_stops_neither_training_nor_the_end_nor_the_n
         assert code == 0, told
         assert {e["step"] for e in again.events("Restored")} == {max(durable, *steps_after_thaw(again))}
         assert steps_in(disk.where)[0] == 160
+
+
+@pytest.mark.long
+def test_a_job_that_is_asked_to_end_over_storage_that_never_returns_says_what_is_durable(start, tmp_path):
+    """The grace time bounds it: 1, since a step that was done is lost, and the words name the one that is not."""
+    with frozen(tmp_path) as disk:
+        job = start("run", 100000, pause_s=0.05, interval=5, more=["--grace", "4"])
+        job.until(lambda: job.tiers("committed"))
+        disk.freeze()
+        durable = max(job.tiers("committed"))
+        trained = max(step for _, step in job.losses_by_step())
+        job.until(lambda: max(step for _, step in job.losses_by_step()) > trained + 10)
+        began = SYSTEM.now()
+        job.process.send_signal(signal.SIGTERM)
+        code = job.process.wait(60)
+        assert SYSTEM.now() - began < 30, "the grace time, and what a busy machine adds"
+        os.set_blocking(job.process.stdout.fileno(), False)
+        told = job.process.stdout.read()
+        last = max(step for _, step in job.losses_by_step())
+        assert code == 1
+        assert f"Step {last} was done, and the newest durable checkpoint is of step {durable}" in told
+        job.process.stdout.close()
 
 
 def steps_after_thaw(job):

@@ -129,11 +129,33 @@ def test_no_spare_is_left_and_the_world_may_not_shrink(two):
     assert "node-1 (127.0.0.1) is lost" in ended.err
 
 
-def test_a_signal_to_one_agent_ends_all(two):
-    jobs = two()
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_signal_to_one_agent_ends_all_with_one_step_that_is_durable(two, tmp_path, which):
+    flags = ("--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "100000")
+    jobs = two(TRAIN, *flags, env={"STEPS": "100000"})
     run_on(jobs)
-    jobs[1].process.send_signal(signal.SIGTERM)
-    assert [job.ended().code for job in jobs] == [143, 143]
+    jobs[which].process.send_signal(signal.SIGTERM)
+    ended = [job.ended(60) for job in jobs]
+    assert [one.code for one in ended] == [143, 143], ended[0].err + ended[1].err
+    (last,) = {max(note["step"] for note in one.of("step")) for one in ended}
+    for one in ended:
+        assert f"after step {last}. The checkpoint of step {last} is durable" in one.err
+    again = [job.ended() for job in two(TRAIN, *flags, env={"STEPS": str(last + 3)})]
+    for one in again:
+        assert one.code == 0, one.err
+        assert [note["step"] for note in one.of("step")] == [last + 1, last + 2, last + 3]
+
+
+def test_a_step_that_does_not_end_on_one_node_costs_that_step_and_the_one_before_is_durable(two, tmp_path):
+    flags = ("--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "100000", "--grace", "8")
+    jobs = two(TRAIN, *flags, "--soft-timeout", "100", env={"STEPS": "100000", "MODE": "hang"})
+    jobs[0].wait_for("step", 30, limit_s=240)
+    jobs[0].process.send_signal(signal.SIGTERM)
+    ended = [job.ended(60) for job in jobs]
+    for one in ended:
+        assert one.code == 143, one.err
+        assert "The checkpoint of step 29 is durable" in one.err
+    assert any("a step did not end within 4 s" in one.err for one in ended), "said by whoever sees it first"
 
 
 def test_a_hang_is_judged_over_all_nodes_and_its_culprit_named(two):

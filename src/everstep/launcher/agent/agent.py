@@ -15,9 +15,10 @@ from typing import Any
 from everstep.clock import Clock
 from everstep.errors import EverstepError, ExitCode
 from everstep.events import Notice, RunEnded
-from everstep.launcher.agent import error_file, ledger
+from everstep.launcher.agent import draining, error_file, ledger
 from everstep.launcher.agent.control import Control
 from everstep.launcher.agent.crew import Crew
+from everstep.launcher.agent.draining import Draining
 from everstep.launcher.agent.ending import Ending
 from everstep.launcher.agent.examine import Examiner
 from everstep.launcher.agent.frozen import EXIT_S, Unwatched
@@ -64,7 +65,8 @@ class Agent:
         self.nodes: Nodes = Single(self) if line is None else Together(self, line)
         self.hearing = Hearing(self)
         self.crew = Crew(config, nursery, log_root(config, run_dir), self.hearing.heard, self._gone, self.clock)
-        self.host = AgentHost(self, [*companions, Control(self)])
+        self.draining = Draining(self)
+        self.host = AgentHost(self, [*companions, Control(self), self.draining])
         self.examiner = Examiner(loop)
         own = limits.Own(config.soft_timeout_s, config.hard_timeout_s, config.first_timeout_s)
         self.watch = Watch(own, deaf=not config.wrapped)
@@ -75,7 +77,7 @@ class Agent:
         self.ending: Ending | None = None
         self.stores = Stores(loop, nursery, config.store_place, self.nodes.store_changed, self.nodes.store_failed)
         self._lost_spares = 0
-        self._draining: int | None = None
+        self._completed: int | None = None  # the generation whose last checkpoints are waited for
         self._probed_s = 0.0  # when those that have completed were asked whether they hear
         self._due: float | None = None
         self._inbox: deque[words.Event] = deque()
@@ -104,6 +106,7 @@ class Agent:
                 for command in commands:
                     self._orders[type(command)](command)
                 self.nodes.follow()
+                self.draining.follow()
             self._inbox.popleft()
         due = world.wake_at(self.world)
         if due is not None and self.ending is None and due != self._due:
@@ -296,10 +299,10 @@ class Agent:
         if self.ending is not None:
             self.ending.look()
             return
-        if self._draining is None or not self.host.drained(completed=True):
+        if self._completed is None or not self.host.drained(completed=True):
             return
         if all((w.heard_s or 0.0) >= self._probed_s for w in self._hearers()):
-            generation, self._draining = self._draining, None
+            generation, self._completed = self._completed, None
             self.nodes.drained(generation)
 
     def _drain(self, command: words.Drain) -> None:
@@ -307,7 +310,7 @@ class Agent:
 
         Who does not answer is found by `unwatched`, as everybody who waits for others.
         """
-        self._draining, self._probed_s = command.generation, self.clock.now()
+        self._completed, self._probed_s = command.generation, self.clock.now()
         self.nursery.reap()
         for worker in self._hearers():
             worker.process.send({"kind": "world.probe"})
@@ -342,14 +345,27 @@ class Agent:
         name = signal.Signals(number).name
         if self.ending is not None:
             self.ending.again(name)
-            return
+        elif self.draining.begun:
+            self.draining.again(name)
+        elif self.config.wrapped and number in draining.SIGNALS:
+            self.drain(number, f"{name} from outside")
+        else:
+            self._end_by(number, name)
+
+    def drain(self, number: int = signal.SIGTERM, why: str = "an operator") -> None:
+        """Ask the job to end in order, on all nodes: see `Draining.begin`."""
+        self.draining.begin(number, why)
+
+    def _end_by(self, number: int, name: str) -> None:
         self.signalled(number)
         self.nodes.say(words.EndRequested(ExitCode.SIGNALLED + number, f"ended by {name} from outside"))
 
     def signalled(self, number: int) -> None:
-        """Pass a signal on to the workers."""
+        """Pass a signal on to the workers; those whose state is to be saved from memory end at once."""
         for worker in self.crew:
-            if worker.begun:
+            if self.draining.kills(worker):
+                worker.process.kill()
+            elif worker.begun:
                 worker.process.signal(signal.SIGCONT)
                 worker.process.signal(number)
 
@@ -358,12 +374,13 @@ class Agent:
         if self.ending is None:
             command = replace(command, reason="; ".join([command.reason, *self.nursery.undying]))
             self.ending = Ending(
-                command, self.loop, self.nursery, self.crew, self.config.grace_s, self.notice,
-                lambda: self.nodes.cut_off or self.host.drained(completed=False),
+                self.draining.ends(command), self.loop, self.nursery, self.crew, self.draining.left_s, self.notice,
+                lambda: self.nodes.cut_off or self.host.drained(completed=self.draining.begun),
+                strict=self.draining.begun,
             )  # fmt: skip
             self.nodes.ending(command)
             self.ending.begin()
-            if command.code != 0:
+            if command.code != 0 and not self.draining.begun:
                 self.telemetry.emit(Notice(text=command.reason, level="error", closing=True))
 
     def _close(self) -> int:
@@ -376,6 +393,9 @@ class Agent:
             if code == 0:
                 code, reason = int(ExitCode.FAILED), text
             self.telemetry.emit(Notice(text=text, level="error", closing=True))
+        if self.draining.begun:
+            code, reason = self.draining.verdict(code, reason)
+            self.telemetry.emit(Notice(text=reason, level="error" if code == ExitCode.FAILED else "info", closing=True))
         error_file.hand_on(self.crew.error_files, self.world.causes, code, reason)
         self.host.close()
         self.nodes.close()

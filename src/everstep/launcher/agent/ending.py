@@ -29,10 +29,13 @@ class Ending:
         grace_s: float,
         notice: Callable[[str, str], None],
         drained: Callable[[], bool],
+        *,
+        strict: bool = False,
     ) -> None:
+        """`strict`: with the grace time ends the wait for storage too; else it has `UNKILLABLE_S` more."""
         self.code, self.reason = command.code, command.reason
         self._loop, self._nursery, self._crew = loop, nursery, crew
-        self._grace_s, self._notice, self._drained = grace_s, notice, drained
+        self._grace_s, self._notice, self._drained, self._strict = grace_s, notice, drained, strict
         self._began_s = loop.clock.now()
 
     def begin(self) -> None:
@@ -49,15 +52,21 @@ class Ending:
     def again(self, name: str) -> None:
         """Another signal: whoever sends it does not want to wait."""
         if self._loop.clock.now() - self._began_s > AGAIN_S:
-            self._notice(f"{name} again: everything is killed", "error")
-            self._drained = lambda: True
-            self._kill_all()
-            self.look()
+            self.hurry(name)
+
+    def hurry(self, name: str) -> None:
+        """Kill everybody, and wait for nothing."""
+        self._notice(f"{name} again: everything is killed", "error")
+        self._strict = True
+        self._kill_all()
 
     def _kill_all(self) -> None:
         for worker in self._crew:
             worker.process.kill()
         self._loop.later(UNKILLABLE_S, self._loop.stop)
+        if self._strict:
+            self._drained = lambda: True
+            self.look()
 
     def look(self) -> None:
         """It is over when no worker is left, and nothing is outstanding."""

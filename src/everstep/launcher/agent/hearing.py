@@ -97,6 +97,7 @@ class Hearing:
 
     def _on_attached(self, worker: Worker, message: Mapping[str, Any]) -> None:
         worker.attached = True
+        worker.drains = message.get("drains") is True
         self._heed(message)
         worker.lasting = frozenset(self._agent.nursery.strays_of(worker.process))
 

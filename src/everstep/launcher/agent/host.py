@@ -184,6 +184,11 @@ class AgentHost:
         """True when no companion has anything outstanding."""
         return not [c for c in self._companions.values() if not c.drained(completed)]  # each is asked
 
+    def durable(self) -> int | None:
+        """The newest step that a start can go on from after everything here is gone; None where no tier keeps any."""
+        steps = [tell() for c in self._companions.values() if (tell := getattr(c, "durable", None)) is not None]
+        return max(steps, default=None)
+
     def problems(self) -> list[str]:
         """What must show in the exit status."""
         return [text for c in self._companions.values() for text in c.problems()]

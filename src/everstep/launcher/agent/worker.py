@@ -31,6 +31,7 @@ class Worker:
     begun: bool = False  # the user's script runs in it
     raised: bool = False  # its script has ended by an exception, and it has told of it
     attached: bool = False  # it has come to a wrapped call, and hears us
+    drains: bool = False  # that call can be left between two steps
     left: bool = False  # its wrapped call is over
     done: bool = False  # its function has returned, or its unwrapped script has ended well
     probe_sent: float | None = None
