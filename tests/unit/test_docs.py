@@ -102,3 +102,10 @@ def test_the_attributes_of_a_run_on_the_api_page_are_all_there_are(root):
     attributes = set(re.findall(r"self\.([a-z]\w*) = ", source))
     methods = {name for name, _ in inspect.getmembers(training.Run, inspect.isfunction) if not name.startswith("_")}
     assert set(NAMED.findall((root / "docs/api.md").read_text())) == attributes | methods
+
+
+def test_each_test_that_the_page_on_security_names_exists(root):
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (root / "docs/security.md").read_text())
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (root / file).read_text()]
+    assert missing == []
+    assert len(named) > 25

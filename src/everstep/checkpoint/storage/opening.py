@@ -22,6 +22,7 @@ from everstep.errors import UsageError
 
 Opening = Callable[[str], Reading]
 """Opens the checkpoint at a path or URL for reading: `reading`, or one who reads in another process."""
+PIECE = 1 << 20
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOCAL = ("file", "local")
 
@@ -108,13 +109,19 @@ def read_manifest(path: str, through: Opening = reading) -> Manifest:
 def content(path: str, name: str, size: int, through: Opening = reading) -> bytes:
     """Return a file of a checkpoint that should have `size` bytes: fewer where it is cut, one more where longer.
 
-    DamagedCheckpoint where there is no such file, UnreachableStorage where it cannot be read now.
+    Memory is taken for what is there, not for what `size` promises: that may be anybody's word. DamagedCheckpoint where
+    there is no such file, UnreachableStorage where it cannot be read now.
     """
-    source, made, done = through(path), bytearray(size + 1), 0
+    source, made, done = through(path), bytearray(min(size + 1, PIECE)), 0
     try:
-        with memoryview(made) as view:
-            while done <= size and (count := source.read_into(name, view[done:], done)):
-                done += count
+        while done <= size:
+            if done == len(made):
+                made.extend(bytes(min(size + 1 - done, done)))
+            with memoryview(made) as view:
+                count = source.read_into(name, view[done:], done)
+            if not count:
+                break
+            done += count
     except OSError as error:
         raise failure(f"{path.rstrip('/')}/{name}", error) from error
     finally:
