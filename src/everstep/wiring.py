@@ -18,6 +18,7 @@ from everstep.checkpoint.source import Source
 from everstep.checkpoint.tier_settings import LOCAL, MAIN
 from everstep.errors import UsageError
 from everstep.fault_tolerance import storage
+from everstep.fault_tolerance.core.terms import of_policy
 from everstep.fault_tolerance.cycles import Cycles, settings_of
 from everstep.fault_tolerance.logfile import LogFile
 from everstep.faults import flags as faults
@@ -101,6 +102,8 @@ def _take_ft_launcher_s(config: LaunchConfig, riding: Riders) -> None:
     riding.notices += given.get("ft_notices") or ()
     if given.get("fault_tolerance"):
         riding.environment["EVERSTEP_FAULT_TOLERANCE"] = json.dumps(given["fault_tolerance"])  # rank monitors read it
+    said = of_policy(given.get("ft_restart_policy"), wrapped=config.wrapped)
+    riding.notices += [said] if said else []
     storage.require(given.get("must_reach") or (), distributed=bool(given.get("must_reach_mounts")))
     if given.get("nvrx_logfile"):
         riding.sinks.append(LogFile(given["nvrx_logfile"]))

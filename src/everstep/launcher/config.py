@@ -16,7 +16,7 @@ from everstep import environ
 from everstep.errors import ConfigurationError, UsageError
 from everstep.launcher.control.core.place import LOOPBACK, Place, place_of
 from everstep.launcher.core.unlike import grace_s
-from everstep.launcher.nodes.core.endpoint import Endpoint, endpoint_of
+from everstep.launcher.nodes.core.endpoint import Endpoint, backend_of, endpoint_of
 from everstep.launcher.nodes.core.register import WIRE
 from everstep.recovery.core.words import Policy
 from everstep.telemetry import more_room
@@ -225,6 +225,7 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         module = no_python = False
     if not module and not no_python and not Path(script).is_file():
         raise UsageError(f"the script {script!r} does not exist (looked in {Path.cwd()}); use -m for a module.")
+    backend_of(flags)
     wrapped = not no_python and mentions_everstep(script, module=module)
     spares = flags.get("spares")
     spares = None if spares is None else int(spares)

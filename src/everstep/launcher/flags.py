@@ -159,7 +159,7 @@ def parse(argv: Sequence[str], extensions: Sequence[str] = ()) -> dict[str, Any]
         low, high = parse_min_max_nnodes(given["nnodes"])
         given["nproc"] = determine_local_world_size(given["nproc_per_node"])
     except (ValueError, RuntimeError) as error:
-        raise UsageError(f"{error}. Write for example --nnodes 1 --nproc-per-node 2.") from None
+        raise UsageError(f"{str(error).rstrip('.')}. Write for example --nnodes 1 --nproc-per-node 2.") from None
     if not 0 < low <= high:
         raise UsageError(f"--nnodes {given['nnodes']}: give a number of nodes, 1 or more, or MIN:MAX with MIN <= MAX.")
     if given["standalone"] and given["spare_nodes"]:

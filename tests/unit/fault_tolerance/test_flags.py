@@ -147,7 +147,7 @@ def test_what_is_done_anyway_needs_no_word(parse, words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--ft-restart-policy", "min-healthy"), "healthy ones keep their processes"),
+        (("--ft-restart-policy", "all"), "invalid choice"),
         (("--ft-rank-termination-signal", "SIGUSR1"), "ended by SIGKILL here"),
         (("--ft-enable-nic-monitor", "perhaps"), "neither true nor false"),
         (("--ft-rank-heartbeat-timeout", "soon"), "rank_heartbeat_timeout 'soon'"),
@@ -227,6 +227,15 @@ def test_of_a_range_of_nodes_the_least_work_and_the_others_wait(parse, nnodes, s
 def test_a_range_that_is_none_is_refused(parse, nnodes):
     with pytest.raises(UsageError):
         from_flags(parse("--nnodes", nnodes))
+
+
+def test_healthy_workers_are_kept_in_a_wrapped_function_and_elsewhere_that_is_refused(parse, script):
+    words = ("--ft-restart-policy", "min-healthy")
+    with pytest.raises(UsageError, match="in a wrapped function alone"):
+        wiring.riders(from_flags(parse(*words)))
+    assert wiring.riders(from_flags(parse("--ft-restart-policy", "any-failed"))).notices == []
+    Path(script).write_text("import everstep\n")
+    assert "changes nothing: healthy ranks" in wiring.riders(from_flags(parse(*words))).notices[0]
 
 
 def test_device_memory_is_waited_for_as_it_says(parse):

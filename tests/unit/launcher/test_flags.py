@@ -37,6 +37,7 @@ def script(tmp_path):
         (("--nnodes", "2", "--rdzv-backend", "c10d"), "needs --rdzv-endpoint"),
         (("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "host:none"), "HOST:PORT"),
         (("--nnodes", "x"), "x"),
+        (("--rdzv-backend", "etcd"), "knows static and c10d"),
         (("--nnodes", "0"), "1 or more"),
         (("--nnodes", "5:2"), "MIN <= MAX"),
         (("--nnodes", "-1:2"), "1 or more|expected one argument"),

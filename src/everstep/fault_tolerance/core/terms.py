@@ -24,7 +24,8 @@ DONE: Mapping[str, str] = {
     "gpu_memory_reclaim_timeout": "NVRx's name for --gpu-memory-reclaim-timeout.",
     "gpu_memory_tolerance_mb": "NVRx's name for --gpu-memory-tolerance-mb.",
     "nvrx_logfile": "A file for what the agent does, a line an event.",
-    "restart_policy": "any-failed: a failure anywhere is a restart of all workers.",
+    "restart_policy": "any-failed: a failure anywhere is a restart of all workers. min-healthy: in a wrapped function "
+    "alone, where healthy ones keep their processes anyway.",
     "checkpoint_iteration_file": "A file with the iteration of the last checkpoint, by which starts are judged.",
     "max_no_progress_cycles": "So many starts in a row without progress by that file end the job, with 93 (3).",
     "min_progress_iterations": "So many iterations more are progress (1).",
@@ -93,13 +94,20 @@ def judge(settings: Mapping[str, Any], in_file: Collection[str] = ()) -> list[st
             raise UsageError(f"{where} {value} is ft_launcher's, and is not done here: {REFUSED[name]}. Leave it out.")
         if name in DONE_OTHERWISE and value is not None and value not in _USUAL.get(name, ()):
             told.append(f"{where} {value} changes nothing: {DONE_OTHERWISE[name]}")
-    if settings.get("restart_policy") not in (None, "any-failed"):
-        raise UsageError(
-            f"--ft-restart-policy {settings['restart_policy']}: all workers begin anew after a failure here; in a "
-            "function that @everstep.inprocess.Wrapper wraps healthy ones keep their processes anyway. Leave it out."
-        )
     _check_signal(settings.get("rank_termination_signal"))
     return told
+
+
+def of_policy(given: str | None, *, wrapped: bool) -> str | None:
+    """Return what to say of `--ft-restart-policy`; UsageError where healthy workers cannot be kept."""
+    if given in (None, "any-failed"):
+        return None
+    if wrapped:
+        return f"--ft-restart-policy {given} changes nothing: healthy ranks of a wrapped function keep their processes"
+    raise UsageError(
+        f"--ft-restart-policy {given}: healthy workers can go on without the others in a wrapped function alone, and "
+        "the script names no wrapper. Wrap the training function in @everstep.inprocess.Wrapper, or leave the flag out."
+    )
 
 
 def _check_signal(given: object) -> None:

@@ -47,6 +47,8 @@ def notices(given: Mapping[str, Any]) -> list[str]:
         if value is not None and not usual(value):
             told.append(f"{flag(name)} {value} changes nothing: {why}")
     if given.get("nodes") == 1 and not given.get("spare_nodes"):
+        if given.get("rdzv_conf"):
+            told.append(f"--rdzv-conf {given['rdzv_conf']} changes nothing: one node meets nobody")
         told += [
             f"{flag(name)} {given[name]} changes nothing: the ranks of one node meet at 127.0.0.1"
             for name in ("master_addr", "local_addr")

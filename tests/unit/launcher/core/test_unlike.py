@@ -40,6 +40,9 @@ def test_a_signal_that_is_not_heard_is_refused_by_its_name(given):
         ({"master_addr": "127.0.0.1", "local_addr": None}, []),
         ({"local_addr": "10.0.0.7"}, ["--local-addr 10.0.0.7 changes nothing"]),
         ({"master_addr": "node1", "local_addr": "10.0.0.7", "nodes": 2}, []),
+        ({"rdzv_conf": "timeout=9"}, ["--rdzv-conf timeout=9 changes nothing"]),
+        ({"rdzv_conf": "timeout=9", "nodes": 2}, []),
+        ({"rdzv_conf": "timeout=9", "spare_nodes": 1}, []),
         ({"start_method": None, "monitor_interval": None}, []),
     ],
 )

@@ -32,14 +32,20 @@ class Endpoint:
         return f"{self.host}:{self.port}"
 
 
-def endpoint_of(flags: Mapping[str, Any]) -> Endpoint:
-    """Read it from the flags of a job of several nodes. Raises UsageError."""
-    backend = str(flags["rdzv_backend"] or "static")
+def backend_of(flags: Mapping[str, Any]) -> str:
+    """Read how nodes number themselves. Raises UsageError, for a job of one node too."""
+    backend = str(flags.get("rdzv_backend") or "static")
     if backend not in _BACKENDS:
         raise UsageError(
             f"--rdzv-backend {backend}: everstep run knows static and c10d. Either meets at --rdzv-endpoint, opened by "
             "the node whose address that is."
         )
+    return backend
+
+
+def endpoint_of(flags: Mapping[str, Any]) -> Endpoint:
+    """Read it from the flags of a job of several nodes. Raises UsageError."""
+    backend = backend_of(flags)
     node_rank = flags.get("node_rank")
     conf = _conf(str(flags.get("rdzv_conf") or ""))
     given = str(flags.get("rdzv_endpoint") or "")
