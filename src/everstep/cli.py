@@ -20,6 +20,7 @@ _COMMANDS = {
     "doctor": "everstep.doctor.commands",
     "top": "everstep.operator.top",
     "ps": "everstep.operator.ps",
+    "drain": "everstep.operator.drain",
     "kill": "everstep.operator.kill",
     "stacks": "everstep.operator.stacks",
     "faults": "everstep.faults.commands",

@@ -80,15 +80,11 @@ def test_a_running_job_is_looked_at_by_those_who_may(start, capsys, monkeypatch)
     monkeypatch.setenv("EVERSTEP_RUN_DIR", run)
     assert asked(capsys, "ps", "--json")[0] == 0
 
-    crowd = crowd_at(control["port"], 1000)
-    before = min(steps(json.loads(asked(capsys, "ps", run, "--json")[1])).values())
-    until(
-        lambda: json.loads(asked(capsys, "ps", run, "--json")[1]), lambda told: min(steps(told).values()) > before + 5
-    )
-    for line in crowd:
-        line.close()
-    job.process.terminate()
+    goes_on_in_a_crowd(control["port"], lambda: json.loads(asked(capsys, "ps", run, "--json")[1]))
+    assert asked(capsys, "drain", run)[0] == 0
     ended = job.ended()
+    assert ended.code == 143, "as after SIGTERM"
+    assert "ended by an operator" in ended.err
     assert ended.events("FaultNoticed") == []
     assert not (job.run_dir / "control.json").exists()
     code, _, err = asked(capsys, "ps", run)
@@ -240,6 +236,15 @@ def test_a_job_runs_as_well_where_its_end_point_cannot_be(start, capsys):
     job = start("print('done')", "--control-endpoint", "none", wrapped=False)
     assert job.ended().code == 0
     assert start("print('done')", "--control-endpoint", "x:y", wrapped=False).ended().code == 64
+
+
+def goes_on_in_a_crowd(port, ask):
+    """Steps are done, and the operator is answered, while others keep the port busy."""
+    crowd = crowd_at(port, 300)
+    before = min(steps(ask()).values())
+    until(ask, lambda told: min(steps(told).values()) > before + 5)
+    for line in crowd:
+        line.close()
 
 
 def crowd_at(port, count):

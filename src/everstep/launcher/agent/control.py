@@ -3,6 +3,7 @@
     GET /v1/ps       what each node sees of itself
     GET /v1/stacks   where each rank stands
     POST /v1/kill    end a rank's process, or the job
+    POST /v1/drain   end the job in order
     GET /metrics     this node, for Prometheus
 
     agent ─▶ control.ask {number, what, arguments}     to the companion of this prefix on each other node
@@ -26,13 +27,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from everstep.errors import ConfigurationError, ExitCode
+from everstep.launcher.agent.draining import Draining
+from everstep.launcher.agent.ending import Ending
 from everstep.launcher.agent.standing import Standing
 from everstep.launcher.agent.view import Seen, node_view
 from everstep.launcher.control.core import exposition
 from everstep.launcher.control.core.http import Request, Response, answer, refusal
 from everstep.launcher.control.core.recent import Recent
 from everstep.launcher.control.core.rights import admit
-from everstep.launcher.control.core.wishes import wish_of
+from everstep.launcher.control.core.wishes import drains, wish_of
 from everstep.launcher.control.server import Answer, Server
 from everstep.process.loop import Loop
 from everstep.recovery import control_file
@@ -55,6 +58,12 @@ class Owner(Seen, Protocol):
 
     loop: Loop
     telemetry: Telemetry
+    ending: Ending | None
+    draining: Draining
+
+    def drain(self, *, why: str) -> None:
+        """Ask the job to end in order, on all nodes."""
+        ...
 
     def notice(self, text: str, level: str = "info") -> None:
         """Write a sentence to the ledger."""
@@ -106,7 +115,7 @@ class Control:
         self._questions = {what: _Question(what, limit_s) for what, limit_s in (("ps", LOOK_S), ("stacks", STAND_S))}
         self._routes: Mapping[str, Callable[[Request, Answer], None]] = {
             f"/v1/{what}": functools.partial(self._ask, question) for what, question in self._questions.items()
-        } | {"/v1/kill": self._kill, "/metrics": self._metrics}
+        } | {"/v1/kill": self._kill, "/v1/drain": self._drain, "/metrics": self._metrics}
 
     # -- its life ------------------------------------------------------------------------------------------------
 
@@ -174,6 +183,16 @@ class Control:
             self._agent.nodes.say(told)
         else:
             self._kill_rank(wish.rank, reply)
+
+    def _drain(self, request: Request, reply: Answer) -> None:
+        agent, refused = self._agent, drains(request)
+        if refused is not None:
+            reply(refused)
+        elif agent.ending is not None or agent.draining.begun:
+            reply(refusal(409, "the job is ending already"))
+        else:
+            reply(answer({"draining": True, "grace_s": agent.config.grace_s}))
+            agent.drain(why="an operator, with everstep drain")
 
     def _kill_rank(self, rank: int, reply: Answer) -> None:
         """Whoever has it now is asked: the agent of its node."""

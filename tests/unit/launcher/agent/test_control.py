@@ -43,7 +43,9 @@ class Agents:
         nodes = SimpleNamespace(name=name, present=self.present)
         telemetry = SimpleNamespace(sinks=[])
         agent = SimpleNamespace(loop=self.loop, nodes=nodes, telemetry=telemetry, nursery=SimpleNamespace(job="j"))
-        agent.config = SimpleNamespace(control=None)
+        agent.config = SimpleNamespace(control=None, grace_s=15.0)
+        agent.draining, agent.ending = SimpleNamespace(begun=False), None
+        agent.drain = lambda *, why: (self.said.append(why), setattr(agent.draining, "begun", True))
         agent.roster = SimpleNamespace(world_size=2 * len(self.present), members=self.members)
         agent.crew = SimpleNamespace(ranks={m.rank: self.worker(m.rank) for m in self.members if m.node == name})
         agent.notice = lambda text, level="info": self.notices.append(text)
@@ -57,10 +59,13 @@ class Agents:
         return SimpleNamespace(process=process, last=None)
 
     def kill(self, **wish):
+        return self.post_to("/v1/kill", wish)
+
+    def post_to(self, path, wish):
         got = []
         one = self.controls["node-0"]
         headers = {"authorization": f"Bearer {one._token}"}
-        one._serve(Request("POST", "/v1/kill", headers, json.dumps(wish).encode()), got.append)
+        one._serve(Request("POST", path, headers, json.dumps(wish).encode()), got.append)
         self.deliver()
         self.loop.pass_(control.LOOK_S)
         (response,) = got
@@ -202,6 +207,19 @@ def test_the_end_of_the_job_is_said_to_all_and_asks_for_no_other_try():
     (said,) = agents.said
     assert said.code == 93
     assert "operator" in said.reason
+
+
+def test_a_job_is_drained_once_and_not_where_it_ends():
+    agents = Agents(2)
+    assert agents.post_to("/v1/drain", {"now": True})[0] == 400
+    assert agents.said == []
+    assert agents.post_to("/v1/drain", {}) == (200, {"draining": True, "grace_s": 15.0})
+    assert agents.said == ["an operator, with everstep drain"]
+    assert agents.post_to("/v1/drain", {})[0] == 409
+    agents.controls["node-0"]._agent.draining.begun = False
+    agents.controls["node-0"]._agent.ending = "it ends"
+    assert agents.post_to("/v1/drain", {})[0] == 409
+    assert len(agents.said) == 1
 
 
 def test_when_it_is_over_who_still_waits_hears_nothing_and_nothing_fails():

@@ -13,6 +13,7 @@ ROUTES: Mapping[str, tuple[str, bool]] = {
     "/v1/ps": ("GET", True),
     "/v1/stacks": ("GET", True),
     "/v1/kill": ("POST", True),
+    "/v1/drain": ("POST", True),
     "/metrics": ("GET", False),
 }
 """Path: the method, and whether the token is needed."""

@@ -14,6 +14,15 @@ class Kill:
     rank: int | None
 
 
+def drains(request: Request) -> Response | None:
+    """Return why a request does not ask for the end in order; it has nothing to say beside that."""
+    try:
+        body = request.json()
+    except ValueError:
+        body = {"": ""}
+    return refusal(400, "send {}: a drain knows nothing else") if body else None
+
+
 def wish_of(request: Request) -> Kill | Response:
     """Read `{"rank": N}` or `{"job": true}`; a refusal for anything else: nothing is guessed where something ends."""
     try:
