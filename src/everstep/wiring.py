@@ -29,6 +29,7 @@ from everstep.goodput.progress import Progress
 from everstep.launcher import run as launcher
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.run import Riders
+from everstep.process.monitor import SETTINGS
 from everstep.recovery.api import Companion
 
 EXTENSIONS = (
@@ -101,7 +102,7 @@ def _take_ft_launcher_s(config: LaunchConfig, riding: Riders) -> None:
     given = config.flags
     riding.notices += given.get("ft_notices") or ()
     if given.get("fault_tolerance"):
-        riding.environment["EVERSTEP_FAULT_TOLERANCE"] = json.dumps(given["fault_tolerance"])  # rank monitors read it
+        riding.environment[SETTINGS] = json.dumps(given["fault_tolerance"])
     said = of_policy(given.get("ft_restart_policy"), wrapped=config.wrapped)
     riding.notices += [said] if said else []
     storage.require(given.get("must_reach") or (), distributed=bool(given.get("must_reach_mounts")))

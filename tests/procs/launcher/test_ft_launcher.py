@@ -107,6 +107,35 @@ def test_starts_that_lead_nowhere_end_the_job_and_each_leaves_its_file_and_its_l
         assert all(f'"TORCHELASTIC_RESTART_COUNT": "{cycle}"' in line for line in lines)
 
 
+def test_a_rank_that_sends_no_heartbeat_for_longer_than_the_flag_says_begins_anew(run, tmp_path):
+    """NVRx's own way: heartbeats of a script that is not wrapped, a timeout by flag, a restart of all workers."""
+    (tmp_path / "beats.py").write_text(
+        "import json, os, time\n"
+        "from everstep.fault_tolerance import RankMonitorClient\n"
+        "client = RankMonitorClient()\n"
+        "client.init_workload_monitoring()\n"
+        "client.send_heartbeat()\n"
+        "me = {n: os.environ[n] for n in ('RANK', 'TORCHELASTIC_RESTART_COUNT')}\n"
+        "me |= {'beat': client.cfg.rank_heartbeat_timeout, 'section': dict(client.cfg.rank_section_timeouts)}\n"
+        "os.write(1, (json.dumps(me) + '\\n').encode())\n"
+        "while me['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    time.sleep(0.2)\n"
+        "    if me['RANK'] == '0':\n"
+        "        client.send_heartbeat()\n"
+    )
+    code, told, err = run("--ft-rank-heartbeat-timeout", "4", "--max-restarts", "1", "beats.py")
+    assert code == 0, err
+    assert {(one["beat"], str(one["section"])) for one in told} == {(4.0, "{'step': 30.0, 'save': None}")}
+    assert [(one["RANK"], one["TORCHELASTIC_RESTART_COUNT"]) for one in told] == [
+        ("0", "0"),
+        ("1", "0"),
+        ("0", "1"),
+        ("1", "1"),
+    ]
+    assert "rank 1 made no progress" in err
+    assert "limit 4.0 s" in err
+
+
 def test_of_two_nodes_for_one_the_other_waits_and_takes_its_ranks(tmp_path):
     """`--nnodes 1:2` as NVRx's HEAD means it; neither was given a name, and they are one job all the same."""
     (tmp_path / "script.py").write_text(
