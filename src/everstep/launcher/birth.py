@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from everstep import environ
-from everstep.launcher import console, fresh, reclaim
+from everstep.launcher import console, fresh, imports, reclaim
 from everstep.process import kernel, mark, stacks
 from everstep.process.page import Page
 from everstep.recovery import session
@@ -145,6 +145,9 @@ def run(me: session.Session, begin: Mapping[str, Any]) -> int:
         me.send({"kind": "world.listens", "signal": stacks.listen(me.page.stacks_fd)})
         _named(begin["prepare"])(me)
     code = _run(me, begin)
+    if begin["environment"]["LOCAL_RANK"] == "0":
+        script = begin["script"] if begin["module"] else os.path.realpath(begin["script"])
+        imports.keep(me.run_dir, script, fresh.modules, fresh.found)
     _wait_for_threads()  # the wrapped call may be on one of them, and is heard until it is over
     me.stop()
     return code

@@ -31,6 +31,10 @@ _environment: dict[str, str] = {}
 _after_torch: dict[str, str] = {}
 _path: list[str] = []
 _filters: list[Any] = []
+modules: set[str] = set()
+"""Loaded for our own sake."""
+found: list[str] = []
+"""Loaded since the last run had."""
 
 
 def begin() -> None:
@@ -49,6 +53,7 @@ def users_imports_done() -> None:
 def own_imports_done() -> None:
     """What has been imported beyond torch was for us: no script has asked for filters and variables that it set."""
     environ.replace(_after_torch)
+    modules.update(sys.modules)
     warnings.filters[:] = _filters  # type: ignore[index] # a list, by the documentation too
     _filters_changed()
 

@@ -1,7 +1,12 @@
-"""What a script imports at its top level: the zygote imports it once, beforehand, for every worker and spare."""
+"""What a script imports at its top level: the zygote imports it once, beforehand, for every worker and spare.
+
+A script that sets variables itself may do so for what it imports next (Z6): its text is looked at, nothing is run.
+"""
 
 import ast
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.launcher.config import LaunchConfig
@@ -35,3 +40,86 @@ def _installed(top: str, beside: Path) -> bool:
     if top in sys.stdlib_module_names or top in _OURS:
         return False
     return not (beside / f"{top}.py").exists() and not (beside / top).is_dir()
+
+
+# -- variables that a script sets itself -------------------------------------------------------------------------------
+
+_LOADED_WITH_TORCH = (
+    "OMP_", "MKL_", "KMP_", "OPENBLAS_", "GOTO_", "LD_", "MALLOC_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_",
+    "PYTORCH_", "TRITON_", "NPY_",
+)  # fmt: skip
+"""Read when libraries are loaded that every zygote has loaded: set later they would change nothing."""
+_READ_LATER = (
+    "TORCH_NCCL_", "TORCH_GLOO_", "NCCL_", "GLOO_", "UCX_", "CUDA_", "CUBLAS_", "MASTER_", "EVERSTEP_", "TORCHELASTIC_",
+    "WANDB_", "PYTHON",
+)  # fmt: skip
+"""Read when a group, a context, a run is made, or by interpreters that are started."""
+_READ_LATER_TOO = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TOKENIZERS_PARALLELISM"})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Variables that a script sets, by what that means for a worker that has done imports before."""
+
+    cold: tuple[str, ...] = ()  # torch's libraries read them when they are loaded
+    alone: tuple[str, ...] = ()  # another package may: the script is to import it itself
+
+
+def settings(config: LaunchConfig, environment: Mapping[str, str]) -> Settings:
+    """Return the variables that the script sets to something else than `environment` of the zygote has."""
+    if config.no_python or config.module:
+        return Settings()
+    try:
+        tree = ast.parse(Path(config.script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return Settings()
+    cold: dict[str, None] = {}
+    alone: dict[str, None] = {}
+    for name, value, only_unset in _assignments(tree):
+        if name.startswith(_READ_LATER) or name in _READ_LATER_TOO:
+            continue
+        if environment.get(name) == value is not None or (only_unset and name in environment):
+            continue
+        (cold if name.startswith(_LOADED_WITH_TORCH) else alone)[name] = None
+    return Settings(tuple(cold), tuple(alone))
+
+
+def _assignments(tree: ast.AST) -> Iterator[tuple[str, str | None, bool]]:
+    """Yield name, constant value, and whether only an unset one is set; names that are computed are "…"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Subscript) and _is_environ(target.value):
+                    yield _constant(target.slice) or "…", _constant(node.value), False
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            yield from _call(node, node.func)
+
+
+def _call(node: ast.Call, function: ast.Attribute) -> Iterator[tuple[str, str | None, bool]]:
+    words = [_constant(word) for word in node.args[:2]]
+    if function.attr == "putenv" and words:
+        yield words[0] or "…", words[-1], False
+    elif _is_environ(function.value) and function.attr == "setdefault" and words:
+        yield words[0] or "…", words[-1], True
+    elif _is_environ(function.value) and function.attr == "update":
+        yield from _updates(node)
+
+
+def _updates(node: ast.Call) -> Iterator[tuple[str, str | None, bool]]:
+    for word in node.keywords:
+        yield word.arg or "…", _constant(word.value), False
+    for given in node.args:
+        keys = given.keys if isinstance(given, ast.Dict) else [None]
+        values = given.values if isinstance(given, ast.Dict) else [None]
+        for key, value in zip(keys, values, strict=True):
+            yield _constant(key) or "…", _constant(value), False
+
+
+def _is_environ(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
+        isinstance(node, ast.Name) and node.id == "environ"
+    )
+
+
+def _constant(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

@@ -14,16 +14,17 @@ from everstep import environ
 from everstep.clock import SYSTEM
 from everstep.errors import ConfigurationError, EverstepError, ExitCode
 from everstep.events import Notice, RunStarted
+from everstep.launcher import imports
 from everstep.launcher.again import Job
 from everstep.launcher.agent.agent import Agent
 from everstep.launcher.agent.nursery import Nursery
-from everstep.launcher.agent.zygotes import Refused
+from everstep.launcher.agent.zygotes import OWN, Refused
 from everstep.launcher.config import LaunchConfig, from_flags, writable
 from everstep.launcher.core.unlike import notices
 from everstep.launcher.nodes.core.endpoint import Endpoint
 from everstep.launcher.nodes.joining import Meeting
 from everstep.launcher.nodes.membership import Membership
-from everstep.launcher.preload import top_level_imports
+from everstep.launcher.preload import settings, top_level_imports
 from everstep.process import kernel
 from everstep.process.loop import Loop
 from everstep.recovery.api import Companion
@@ -120,12 +121,35 @@ def _run(
         if not config.wrapped and flags.get("spares") is None:
             text = f"{config.script} wraps no function: no spare is kept, a fault begins all of its workers anew"
             telemetry.emit(Notice(text=text))
-        preload = [*config.preload] or ([] if flags.get("preload") == "none" else top_level_imports(config))
-        nursery.zygotes.ask({"preload": preload}, "zygote.ready")
+        config, preloads = _preloads(config, run_dir, here.script, nursery)
+        nursery.zygotes.ask(preloads, "zygote.ready")
         agent = Agent(config, loop, nursery, telemetry, run_dir, riding.companions, line)
         code = agent.run()
         known = flags.get("no_restart_exit_code")
         return code if known is None or code != ExitCode.DO_NOT_REQUEUE else int(known)
+
+
+def _preloads(
+    config: LaunchConfig, run_dir: Path, script: str, nursery: Nursery
+) -> tuple[LaunchConfig, dict[str, list[str]]]:
+    """Return what the zygote imports beforehand: what was named, else what the script names and its last run loaded.
+
+    Where the script sets variables that what it imports may read then, it imports that itself.
+    """
+    if config.preload or config.cold or config.no_python:
+        return config, {"preload": [*config.preload]}
+    one_each = config.nproc > 1 and "OMP_NUM_THREADS" not in nursery.environment
+    own = settings(config, (OWN if one_each else {}) | nursery.environment)
+    if own.cold:
+        text = f"{config.script} sets {', '.join(own.cold)}, which is read when torch is loaded: each worker is a new "
+        nursery.notice(text + "interpreter, and slow to begin. Set it for everstep run instead, or name a --preload")
+        return replace(config, cold=True), {"preload": []}
+    if own.alone:
+        names = ", ".join(own.alone).replace("…", "variables by computed names")
+        text = f"{config.script} sets {names}: what it imports beyond torch is not preloaded, since it "
+        nursery.notice(text + "may read that. Set it for everstep run instead, or name a --preload")
+        return config, {"preload": []}
+    return config, {"preload": top_level_imports(config), "last_run": imports.of_last_run(run_dir, script)}
 
 
 def named(config: LaunchConfig, job: str) -> LaunchConfig:

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from everstep.errors import EverstepError, ExitCode
-from everstep.launcher import fresh
+from everstep.launcher import fresh, trial
 from everstep.process import kernel, mark
 from everstep.recovery.link import Link, LinkClosed
 
@@ -251,6 +251,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _notice(link: Link, text: str) -> None:
+    link.send({"kind": "zygote.notice", "text": text})
+
+
 def _prepare(link: Link) -> bool:
     """Do all that is done once; False when there is nothing to serve for (the agent has been told why)."""
     if not _parse(link):
@@ -260,6 +264,9 @@ def _prepare(link: Link) -> bool:
         _import(BASE_IMPORTS, link, required=True)
         fresh.own_imports_done()
         loaded = _import(tuple(order["preload"]), link, required=False)
+        if order.get("last_run"):
+            fresh.found[:] = trial.harmless(order["last_run"], _fork, lambda text: _notice(link, text))
+            loaded += _import(tuple(fresh.found), link, required=False)
     except LinkClosed:
         raise
     except Exception as error:  # noqa: BLE001 - told to the agent, who ends the job with it

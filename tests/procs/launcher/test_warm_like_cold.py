@@ -122,3 +122,44 @@ def test_torchrun_cold_and_warm_agree(tmp_path, ranks, words, env):
     assert not differences(each["cold"][0], each["torchrun"][0])
     assert not differences(each["warm"], each["cold"])
     assert ("--fail" not in words) == (each["warm"][1] == 0)
+
+
+SETS = """
+import os
+os.environ["OMP_NUM_THREADS"] = "2"
+import torch
+print("threads", torch.get_num_threads(), flush=True)
+"""
+LAZY = """
+import sys
+there = "rich.table" in sys.modules
+def main():
+    import rich.table
+    print("there before:", there, flush=True)
+main()
+"""
+
+
+def said(folder, text, *words):
+    script = folder / "script.py"
+    script.write_text(text)
+    command = [*EVERSTEP[:4], "--run-dir", str(folder / words[0]), "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.long
+def test_what_the_last_run_imported_is_there_in_the_next_but_not_for_another_script(tmp_path):
+    assert said(tmp_path, LAZY, "one")[0] == "there before: False\n" * 2
+    assert said(tmp_path, LAZY, "two")[0] == "there before: True\n" * 2
+    other = tmp_path / "other"
+    other.mkdir()
+    assert said(other, LAZY, "../three")[0] == "there before: False\n" * 2
+
+
+@pytest.mark.long
+def test_a_script_that_sets_what_torch_reads_when_it_is_loaded_begins_cold_and_is_told(tmp_path):
+    out, err = said(tmp_path, SETS, "one")
+    assert out == "threads 2\n" * 2
+    assert "sets OMP_NUM_THREADS, which is read when torch is loaded: each worker is a new interpreter" in err

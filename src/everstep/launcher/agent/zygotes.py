@@ -27,6 +27,12 @@ RETRY_S = 1.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+OWN = dict.fromkeys(THREAD_VARIABLES, "1") | {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() makes no CUDA context
+}
+"""Variables of the zygote itself: what it loads reads them."""
+
+
 class Refused(EverstepError):
     """The zygote ended the job before it began: a wrong flag, or `--help` (then the text is empty)."""
 
@@ -94,13 +100,10 @@ class Zygotes:
 
     def start(self) -> None:
         """Exec a zygote."""
-        own = dict.fromkeys(THREAD_VARIABLES, "1") | {
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() makes no CUDA context
-        }
         link, theirs = Link.pair()
         words = [str(theirs.fileno()), self._family.job, str(self._agent)]
         command = [sys.executable, "-m", "everstep.launcher.zygote", *words]
-        environment = self._family.environment | own | mark.words(self._family.job)
+        environment = self._family.environment | OWN | mark.words(self._family.job)
         try:
             self._popen = subprocess.Popen(
                 command,
