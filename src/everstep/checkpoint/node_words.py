@@ -61,7 +61,7 @@ class NodeWords(Disk):
         self._nodes: tuple[str, ...] = ()  # that are here, the coordinator first
         self._homes: dict[int, str] = {}  # on which node a rank stands in the present roster
         self._places: dict[int, str] = {}  # on which node a rank's snapshot lies, of the open save
-        self._number = 0  # of this node among those that the job began with
+        self._number = 0  # of this node among all that ever came to the job
         self._token, self._world = "", 0  # of the save that is open as far as this node knows
         self._ended_as = ("", "")
         self._ordered: set[int] = set()  # ranks here whose writers were asked

@@ -5,16 +5,18 @@ directory by itself (CL-05). What is whole every node knows from the coordinator
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from typing import cast
 
 from everstep.checkpoint.coordinating import Coordinating
 from everstep.checkpoint.core import commit, names
 from everstep.checkpoint.core.plan import Committed
+from everstep.checkpoint.core.succession import Standing
 from everstep.checkpoint.disk import Disk
 from everstep.checkpoint.storage.opening import is_url
 from everstep.checkpoint.writers import Writers
-from everstep.recovery.api import Child, Host, Message
+from everstep.recovery.api import Child, Host, Message, NodeHost
 from everstep.recovery.core.words import Roster
 
 STRIDE = 1_000_000
@@ -41,6 +43,7 @@ class SharedDisk(Coordinating):
             self._begin()
             return
         self._early = [(node, message) for node, message in self._early if node not in gone]
+        self._ask_nothing_of(set(nodes) - set(before))
         if before[0] in gone and self._first:
             self._succeed(before[0])
         elif self._leads:
@@ -55,6 +58,14 @@ class SharedDisk(Coordinating):
         self._settle_last()
         self._replay()
 
+    def _ask_nothing_of(self, come: Set[str]) -> None:
+        """Whoever comes while we ask has nothing to say of what was before it."""
+        for node in come:
+            if self._standings is not None:
+                self._standings[node] = Standing("")
+            if self._lasts is not None:
+                self._lasts[node] = []
+
     def _succeed(self, before: str) -> None:
         """We are the next in line. Where it went before it could say under what name it held the directory: by ours."""
         told = self._told_job or str(self._words.get(before, {}).get("job", ""))
@@ -66,7 +77,7 @@ class SharedDisk(Coordinating):
         self._standings = {}
 
     def _begin(self) -> None:
-        self._number = self._nodes.index(self._me)
+        self._number = cast(NodeHost, self._host).ordinal
         self._attempts = self._number * STRIDE
         if self._first:
             super().start(self._host)

@@ -8,7 +8,8 @@ Rule 4: peers that wait before their own optimizer step (`fault.await`) are let 
         been told to go, so that the harm comes first. They wait by their own deadline, never for us alone.
 
 Rule 5: on several nodes each companion makes the same plan; one that lets a fault go tells the others before it says
-        `fault.go`, so that they record it too, for the rank may be theirs one day, and let their own ranks on.
+        `fault.go`, so that they record it too, for the rank may be theirs one day, and let their own ranks on. Who
+        comes later hears of those that were let go before it has ranks (`telling`).
 
 Answers carry the question's `call` number (`faults.calls`).
 """
@@ -68,6 +69,19 @@ class FaultCompanion:
         if fault is not None:
             self._save_fired(fault)
         self._let_on(index)
+
+    def telling(self) -> Message:
+        """See `TellingCompanion.telling`: what has been let go."""
+        return {"fired": {str(index): wall_s for index, wall_s in self._fired.items()}}
+
+    def told(self, node: str, message: Message) -> None:
+        """See `TellingCompanion.told`."""
+        for index, wall_s in dict(message["fired"]).items():
+            fault = self._find(int(index))
+            if int(index) not in self._fired:
+                self._fired[int(index)] = float(wall_s)
+                if fault is not None:
+                    self._save_fired(fault)
 
     def start(self, host: Host) -> None:
         """Take up the run folder's plan, or make one where all of it is known already."""

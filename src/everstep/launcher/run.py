@@ -173,6 +173,9 @@ def _meet(
     config = replace(config, local_addr=joined.present[joined.name], at_work=joined.at_work)
     told = {name: f"{name} at {address}" for name, address in joined.present.items()}
     others, spare = ", ".join(told[n] for n in joined.at_work), [told[n] for n in told if n not in joined.at_work]
+    if joined.late:
+        say(f"this is {joined.name}; the job runs already, with {', '.join(n for n in told if n != joined.name)}")
+        return Membership(loop, joined, meeting.linger), config
     less = f", {len(joined.at_work)} of {config.nnodes} nodes" if len(joined.at_work) < config.nnodes else ""
     waits = f"; spare {'is' if len(spare) == 1 else 'are'} {', '.join(spare)}" if spare else ""
     say(f"this is {joined.name}; the job runs on {others}{less}{waits}")

@@ -142,6 +142,11 @@ class NodeHost(Host, Protocol):
         """This node's name, as `Member.node` and `NodeCompanion.on_nodes` give it."""
         ...
 
+    @property
+    def ordinal(self) -> int:
+        """How many nodes had come to the job before this one, of all that ever did: no two have the same."""
+        ...
+
     def tell(self, node: str, message: Message) -> None:
         """Send to the companion of our prefix on another node: in order, at most once; dropped where it is gone."""
         ...

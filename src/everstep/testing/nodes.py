@@ -95,6 +95,7 @@ class SimNode:
 
     def __post_init__(self) -> None:
         self.companions: dict[str, Any] = {}
+        self.ordinal = len(self.peers)
         self.due = False
         self._holding: list[tuple[int, Message, list[int]]] | None = None
         self.peers[self.name] = self

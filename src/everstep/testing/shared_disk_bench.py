@@ -29,8 +29,9 @@ HUB = "hub"
 class Node:
     """One node: its companion, its ranks and writers. Implements `recovery.api.NodeHost`."""
 
-    def __init__(self, hub: "Hub", name: str, directory: str, interval: int, keep: int | None) -> None:
+    def __init__(self, hub: "Hub", name: str, ordinal: int, directory: str, interval: int, keep: int | None) -> None:
         self.hub, self.node, self.run_dir = hub, name, f"bench of {name}"
+        self.ordinal = ordinal
         self.clock: Clock = hub.clock
         self.events: list[Event] = []
         self.writers: list[BenchWriter] = []
@@ -149,7 +150,7 @@ class Hub:
         self.plans: dict[int, tuple[int, str | None]] = {}
         self._waits: set[str] | None = None  # who has not told what it keeps
         names = [f"node-{number}" for number in range(nodes)]
-        self.nodes = {name: Node(self, name, directory, interval, keep) for name in names}
+        self.nodes = {name: Node(self, name, n, directory, interval, keep) for n, name in enumerate(names)}
         self.homes = {rank: names[rank // ranks_each] for rank in range(self.world_size)}
         for node in self.nodes.values():
             node.disk.on_nodes(dict.fromkeys(names, "127.0.0.1"))

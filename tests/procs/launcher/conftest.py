@@ -108,6 +108,9 @@ class Job:
             return []
         return [json.loads(line) for line in self.notes_file.read_text().splitlines() if line.strip()]
 
+    def of_now(self, what: str) -> list[dict]:
+        return [n for n in self.notes() if n["what"] == what]
+
     def events(self) -> list[dict]:
         return agent_events(self.run_dir)
 

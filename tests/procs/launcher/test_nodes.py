@@ -50,6 +50,12 @@ class Nodes:
     def ended(self):
         return [job.ended() for job in self.jobs]
 
+    def again(self, start, text, number, *flags, count, **settings):
+        """A node comes (again), with this rank."""
+        base = ("--nnodes", str(count), "--rdzv-endpoint", self.endpoint, *flags, "--node-rank", str(number))
+        self.jobs.append(start(text, *base, **settings))
+        return self.jobs[-1]
+
 
 @pytest.fixture
 def nodes(start):
@@ -170,6 +176,52 @@ def test_a_spare_node_takes_all_ranks_of_a_lost_one(nodes):
     assert len(kept) == 2, "the node that lives has lost no process"
     assert len(weights([first, spare])) == 1
     assert entered([first])[0][1]["restore_step"] > 0
+
+
+ROLLING = """
+@everstep.resilient
+def train(run):
+    note("enter", generation=run.generation, world=run.world_size)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in run.steps(100_000, model=model, optimizer=optimizer):
+        total = torch.tensor([float(os.path.exists(os.environ["STOP"]))])
+        dist.all_reduce(total)
+        note("step", step=step, generation=run.generation)
+        if total.item() > 0: break
+        time.sleep(0.05)
+    note("end", step=step)
+train()
+"""
+
+
+@pytest.mark.long
+def test_all_nodes_are_restarted_one_after_another_and_the_job_goes_on(nodes, start, tmp_path):
+    """Each agent is killed, that of the hub's node too, and started again at once under its own rank.
+
+    A node that comes back has its ranks again; the others keep their processes, and the steps go on.
+    """
+    env = {"STOP": str(tmp_path / "stop")}
+    flags = ("--spares", "0", "--replacement-timeout", "90")
+    job = nodes(ROLLING, 2, *flags, env=env)
+    living = list(job.jobs)
+    for each in living:
+        each.wait_for("step", 3)
+    for number in (1, 0, 1, 0):
+        other = living[1 - number]
+        before = max(note["step"] for note in other.of_now("step"))
+        generation = max(note["generation"] for note in other.of_now("enter"))
+        living[number].process.kill()
+        living[number].process.wait()  # its streams are the hub's too, which lives on
+        living[number] = job.again(start, ROLLING, number, *flags, count=2, env=env)
+        living[number].wait_for("step", 3)
+        entered = max(other.of_now("enter"), key=lambda note: note["generation"])
+        assert (entered["generation"], entered["world"]) == (generation + 1, 2)
+        assert entered["pid"] == other.of_now("enter")[0]["pid"]
+        first = min(note["step"] for note in living[number].of_now("step"))
+        assert first >= before - 1, "the state of the node that lived was taken up"
+    (tmp_path / "stop").touch()
+    good([each.ended() for each in living])
 
 
 PLAIN = """

@@ -87,6 +87,11 @@ class AgentHost:
         """See `recovery.api.NodeHost.node`."""
         return self._agent.nodes.name
 
+    @property
+    def ordinal(self) -> int:
+        """See `recovery.api.NodeHost.ordinal`."""
+        return self._agent.nodes.number
+
     def tell(self, node: str, message: Message, owner: Companion) -> None:
         """See `recovery.api.NodeHost.tell`."""
         self._agent.nodes.tell(node, owner.prefix, message)
@@ -236,6 +241,11 @@ class OwnHost:
     def node(self) -> str:
         """See `recovery.api.NodeHost.node`."""
         return self._host.node
+
+    @property
+    def ordinal(self) -> int:
+        """See `recovery.api.NodeHost.ordinal`."""
+        return self._host.ordinal
 
     def tell(self, node: str, message: Message) -> None:
         """See `recovery.api.NodeHost.tell`."""

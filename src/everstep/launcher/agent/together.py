@@ -20,7 +20,7 @@ from everstep.launcher.nodes.api import Address
 from everstep.launcher.nodes.membership import Membership
 from everstep.ranks import brief
 from everstep.recovery.api import Message
-from everstep.recovery.core import words
+from everstep.recovery.core import words, world
 from everstep.recovery.core.world import Phase
 
 LOST_NODE_S = 10.0
@@ -53,6 +53,19 @@ class Together:
         self._keep_store()
         self.follow()
 
+    def welcomed(self, generation: int) -> None:
+        """See `membership.Agent.welcomed`."""
+        agent = self._agent
+        agent.world = world.begin(self.name, agent.config.policy, generation=generation)
+        agent.host.nodes(self.present)
+        self._keep_store()
+        agent.notice(f"{self.name} has come to a job that runs: it waits for ranks")
+
+    def node_came(self, node: str, who: str) -> None:
+        """See `membership.Agent.node_came`."""
+        self._agent.notice(f"{node} ({who}) has come")
+        self._agent.host.nodes(self.present)
+
     def say(self, event: words.Event) -> None:
         """See `Nodes.say`."""
         self._asked_to_end = self._asked_to_end or isinstance(event, words.EndRequested)
@@ -69,6 +82,8 @@ class Together:
 
     def _keep_store(self) -> None:
         """The first node that is here keeps the store; where it is lost, the next begins one."""
+        if self._line.waits:
+            return
         if self._line.keeps_store and not self._started_store and self._agent.ending is None:
             self._started_store = True
             self._agent.stores.start()
@@ -105,7 +120,7 @@ class Together:
     def follow(self) -> None:
         """See `Nodes.follow`: have all members here left their generation?"""
         view = self._agent.world
-        if view.phase not in (Phase.GATHERING, Phase.PUBLISHING) or self._kept >= view.generation:
+        if self._line.waits or view.phase not in (Phase.GATHERING, Phase.PUBLISHING) or self._kept >= view.generation:
             return
         if all(who in view.lost or who in view.here for who in view.own):
             self._kept = view.generation

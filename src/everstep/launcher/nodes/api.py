@@ -15,7 +15,7 @@ class Nodes(Protocol):
     name: str
     """Of this node, as `Member.node` has it."""
     number: int
-    """Of this node among those that have come, counted from 0."""
+    """How many nodes had come before this one, of all that ever did."""
     cut_off: bool
     """The others go on without this node, or have ended: nothing may be written any more."""
 

@@ -4,8 +4,11 @@ The agent at whose address the end point is starts it, as a process of its own t
 the loss of its node alone. It ends by itself when no agent is connected any more. It judges silence, of nodes and,
 since a hang is a property of the world (H1), of ranks.
 
-    agent → hub:  join, fact (with a key: only the first one counts), views, limits, tell, beat, bye
-    hub → agent:  waiting, refused, complete, fact, told, probe, condemn, beat, notice
+    agent → hub:  join, ready, fact (with a key: only the first one counts), views, limits, tell, beat, bye
+    hub → agent:  waiting, refused, over, complete, welcome, fact, told, probe, condemn, beat, notice
+
+A node that comes when the job has begun is let in when there is a place for it (`complete`), says that it is `ready`,
+hears what it must know (`welcome`, and facts), and is one of them from then on: the others hear that it `came`.
 
 usage: python -m everstep.launcher.nodes.hub LINK_FD DOOR_FD (then one packet: terms, limits, last_call_s)
 """
@@ -23,7 +26,8 @@ from typing import Any
 from everstep.clock import SYSTEM
 from everstep.launcher.nodes.core.lease import BEAT_S, GIVEN_AWAY_S, Silence
 from everstep.launcher.nodes.core.minutes import Fact, Minutes
-from everstep.launcher.nodes.core.register import Register
+from everstep.launcher.nodes.core.recap import Recap
+from everstep.launcher.nodes.core.register import Node, Register
 from everstep.launcher.peers.core.judge import Judge
 from everstep.launcher.peers.stream import Stream
 from everstep.process.detach import detach
@@ -41,6 +45,8 @@ class Hub:
     def __init__(self, loop: Loop, order: Mapping[str, Any], door: socket.socket, starter: Link) -> None:
         self._loop = loop
         self._register = Register(order["terms"], float(order["last_call_s"]))
+        self._recap = Recap()
+        self._over = False  # an agent has ended its part of the job: nobody else is let in
         self._minutes = Minutes(renewed=not order["terms"]["wrapped"])
         self._silence = Silence.of_nobody()
         self._judge = Judge.of(order["limits"])
@@ -87,8 +93,11 @@ class Hub:
         if self._silence.heard(number, self._loop.clock.now()):
             self._notice(f"{node.name} is heard again")
         if kind == "bye":
+            self._over = True
             self._streams.pop(number).close()
             self._leave(number, GOOD_BYE, lost=False)
+        elif kind == "ready":
+            self._welcome(number, node)
         elif kind == "beat":
             self._streams[number].send({"kind": "beat", "at": message["at"]})
         elif kind == "fact":
@@ -116,9 +125,51 @@ class Hub:
             self._streams.pop(number).close()
             self._notice(f"an agent ({told['who']}) was refused: {refusal}")
             return
+        if register.complete:
+            stream.send({"kind": "waiting", "lacking": "a place in the job, which runs"})
+            self._let_in()
+            return
         self._silence.heard(number, self._loop.clock.now())
         if not self._begin():
             self._to_all({"kind": "waiting", "lacking": register.lacking})
+
+    def _let_in(self) -> None:
+        """Give places to those in line, and turn away for whom there is none."""
+        register = self._register
+        if self._over:
+            for number in list(register.line):
+                self._turn_away(number, {"kind": "over"})
+        if not self._recap.possible:
+            return
+        for number in register.let_in():
+            node = register.here[number]
+            self._silence.heard(number, self._loop.clock.now())
+            self._streams[number].send({**self._complete(node), "late": True})
+        for number, text in register.turned_away(self._loop.clock.now()).items():
+            self._turn_away(number, {"kind": "refused", "text": text})
+
+    def _turn_away(self, number: int, message: Mapping[str, Any]) -> None:
+        self._register.leave(number)
+        self._streams[number].send(message)
+        self._streams.pop(number).close()
+
+    def _welcome(self, number: int, node: Node) -> None:
+        """It hears what it must know, and all hear of it."""
+        if node.here:
+            return
+        node.here = True
+        present = self._register.present
+        stream = self._streams[number]
+        stream.send({"kind": "welcome", "generation": self._recap.generation, "nodes": present})
+        for fact in self._recap.told(present):
+            stream.send({"kind": "fact", "fact": fact})
+        self._minutes.come(node.name)
+        self._tell([{"is": "came", "node": node.name, "address": node.address, "who": node.who}])
+
+    def _complete(self, node: Node) -> dict[str, Any]:
+        register = self._register
+        told = {"kind": "complete", "nodes": register.present | {node.name: node.address}}
+        return {**told, "at_work": list(register.at_work), "you": node.name, "ordinal": node.ordinal, "late": False}
 
     def _begin(self) -> bool:
         """Begin the job if it is time: enough have come."""
@@ -127,9 +178,8 @@ class Hub:
             return False
         present = register.present
         self._minutes.begin(present)
-        told = {"kind": "complete", "nodes": present, "at_work": list(register.at_work)}
         for connection, node in list(register.here.items()):
-            self._streams[connection].send({**told, "you": node.name})
+            self._streams[connection].send(self._complete(node))
         return True
 
     def _ended(self, number: int) -> None:
@@ -146,6 +196,8 @@ class Hub:
             self._tell(self._minutes.leave(node.name, f"{node.name} ({node.address}) is lost: {why}", lost=lost))
         elif node is not None:
             self._to_all({"kind": "waiting", "lacking": self._register.lacking})
+        if self._register.complete:
+            self._let_in()
         self._end_if_deserted()
 
     def _starter_gone(self) -> None:
@@ -159,6 +211,8 @@ class Hub:
 
     def _end_if_deserted(self) -> None:
         if not self._register.here and (self._register.complete or not self._starter_here):
+            for number in list(self._register.line):
+                self._turn_away(number, {"kind": "over"})
             self._loop.stop()
 
     # -- facts ---------------------------------------------------------------------------------------------------
@@ -190,7 +244,10 @@ class Hub:
             while self._untold:
                 fact = self._untold.popleft()
                 self._follow(fact)
-                self._to_all({"kind": "fact", "fact": fact})
+                self._recap.hear(fact)
+                for number, node in list(self._register.here.items()):
+                    if node.here and number in self._streams:  # it may have ended while others were told
+                        self._streams[number].send({"kind": "fact", "fact": fact})
         finally:
             self._tells = False
 
@@ -205,7 +262,7 @@ class Hub:
         if fact["is"] == "gone":
             for incarnation in self._members.get(fact["node"], ()):
                 self._judge.hear({"is": "Died", "incarnation": incarnation})
-        elif fact["is"] not in ("kept", "drained"):
+        elif fact["is"] not in ("kept", "drained", "came"):
             self._judge.hear(fact)
 
     def _to_all(self, message: Mapping[str, Any]) -> None:
@@ -236,6 +293,7 @@ class Hub:
                     self._lost(number, f"its agent was silent for {GIVEN_AWAY_S:g} s")
             for message, rank in self._judge.look(now):
                 self._send(self._ranks.get(rank, ""), {**message, "rank": rank})
+            self._let_in()
         else:
             self._begin()
         self._end_if_deserted()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep import environ
-from everstep.errors import ConfigurationError
+from everstep.errors import ConfigurationError, EverstepError, ExitCode
 from everstep.launcher.nodes.core.endpoint import Endpoint
 from everstep.launcher.peers.stream import Stream
 from everstep.process import detach, kernel, mark
@@ -32,6 +32,16 @@ LINGER_S = 10.0
 _ENTRY = "everstep.launcher.nodes.hub"
 
 
+class JobOver(EverstepError):
+    """We have come too late to be of use: there is nothing to do, and nothing is wrong."""
+
+    exit_code = ExitCode.DONE
+
+
+class _NobodysError(ConfigurationError):
+    """Whoever listens at the end point is not of this job."""
+
+
 @dataclass
 class Joined:
     """All are here, and this is our connection."""
@@ -41,6 +51,10 @@ class Joined:
     stream: "Arrival"
     at_work: tuple[str, ...] = ()
     """Nodes that begin with ranks; the others are spare."""
+    ordinal: int = 0
+    """How many had been let in before this one, of all that ever came."""
+    late: bool = False
+    """The job runs: what is to be known of it comes when we are ready."""
 
 
 @dataclass
@@ -72,6 +86,7 @@ class Meeting:
         """`reap` buries what dies while we wait."""
         self._loop, self._endpoint, self._reap = loop, endpoint, reap
         self._starter: Link | None = None
+        self._taken: ConfigurationError | None = None  # why we could not open the end point
         self.hub_pid = 0
         """Of the hub that this agent has started: its child, and not its own."""
 
@@ -86,6 +101,9 @@ class Meeting:
         arrival.stream.send({"kind": "join", **told})
         try:
             return self._wait(arrival)
+        except _NobodysError as error:
+            arrival.stream.close()
+            raise self._taken or error from None
         except BaseException:
             arrival.stream.close()
             raise
@@ -101,12 +119,10 @@ class Meeting:
         try:
             door = socket.create_server((address or "", endpoint.port), backlog=2048)
         except OSError as error:
-            if endpoint.hosts is None and error.errno == errno.EADDRINUSE:
+            self._taken = _unopened(endpoint, error.strerror or str(error))
+            if error.errno == errno.EADDRINUSE:  # by the hub of this job, perhaps: its agent's end is not its own
                 return
-            raise ConfigurationError(
-                f"the end point {endpoint} cannot be opened: {error.strerror}. This node opens it (node rank 0, or "
-                "the node whose address it is); choose a port that is free, the same on all nodes."
-            ) from None
+            raise self._taken from None
         ours, theirs = Link.pair()
         fds = (theirs.fileno(), door.fileno())
         detach.start(_ENTRY, fds=fds, env={k: v for k, v in environ.snapshot().items() if k not in mark.words("")})
@@ -184,7 +200,10 @@ class _Wait:
         match message.get("kind"):
             case "complete":
                 at_work = tuple(map(str, message["at_work"]))
-                return Joined(str(message["you"]), dict(message["nodes"]), arrival, at_work)
+                place = int(message["ordinal"]), bool(message["late"])
+                return Joined(str(message["you"]), dict(message["nodes"]), arrival, at_work, *place)
+            case "over":
+                raise JobOver(f"the job at {self.endpoint} has ended without this node")
             case "refused":
                 raise ConfigurationError(f"the job at {self.endpoint} refuses this node: {message['text']}")
             case "waiting":
@@ -200,8 +219,9 @@ class _Wait:
         waited = now - self.began_s
         if ended:
             raise _nobodys(self.endpoint, "hung up" if self.lacking else "hung up without a word of ours")
-        if not self.lacking and waited > ANSWER_S:
-            raise _nobodys(self.endpoint, f"said nothing for {ANSWER_S:g} s")
+        answer_s = min(ANSWER_S, self.endpoint.join_s)
+        if not self.lacking and waited > answer_s:
+            raise _nobodys(self.endpoint, f"said nothing for {answer_s:g} s")
         if waited > self.endpoint.join_s:
             raise ConfigurationError(
                 f"{self.lacking} have not come to {self.endpoint} within {self.endpoint.join_s:g} s. Start them all, "
@@ -216,8 +236,15 @@ def _nothing() -> None:
     return
 
 
-def _nobodys(endpoint: Endpoint, what: str) -> ConfigurationError:
+def _unopened(endpoint: Endpoint, why: str) -> ConfigurationError:
     return ConfigurationError(
+        f"the end point {endpoint} cannot be opened: {why}. This node opens it (node rank 0, or the node whose address "
+        "it is); choose a port that is free, the same on all nodes."
+    )
+
+
+def _nobodys(endpoint: Endpoint, what: str) -> _NobodysError:
+    return _NobodysError(
         f"what listens at {endpoint} {what}: it is not the meeting place of this `everstep run`. Look at the host and "
         "the port of --rdzv-endpoint (--master-addr, --master-port), and whether another program has the port."
     )

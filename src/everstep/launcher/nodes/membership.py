@@ -36,6 +36,14 @@ class Agent(Protocol):
         """`present` is without a node that was here."""
         ...
 
+    def welcomed(self, generation: int) -> None:
+        """The job runs in `generation`, whose roster is heard next; `present` is who is here."""
+        ...
+
+    def node_came(self, node: str, who: str) -> None:
+        """`present` has one more."""
+        ...
+
     def told(self, node: str, message: Mapping[str, Message]) -> None:
         """What the companions of a node keep of the last generation, by their prefixes."""
         ...
@@ -73,7 +81,10 @@ class Membership:
         self._linger = linger
         self._loop, self._clock = loop, loop.clock
         self.name, self.present = joined.name, dict(joined.present)
-        self.order = tuple(joined.present)
+        self.number = joined.ordinal
+        """How many nodes had come before this one, of all that ever did."""
+        self.waits = joined.late
+        """What is to be known of the job, which runs, has not come yet."""
         self._arrival = joined.stream
         self._agent: Agent | None = None
         self._lease = Lease(self._clock.now(), self._clock.now())
@@ -92,6 +103,8 @@ class Membership:
         self._arrival.on_message, self._arrival.on_end = self._heard, self._ended
         self._lease.sent_s = self._lease.looked_s = self._clock.now()
         self._beat()
+        if self.waits:
+            self._send({"kind": "ready"})
         said, self._arrival.said = self._arrival.said, []
         for message in said:
             self._heard(message)
@@ -145,11 +158,6 @@ class Membership:
         """We are the first of those that are here."""
         return next(iter(self.present), "") == self.name
 
-    @property
-    def number(self) -> int:
-        """Of this node: GROUP_RANK."""
-        return self.order.index(self.name)
-
     def leave(self) -> None:
         """Our part is done."""
         if not self.over:
@@ -178,6 +186,9 @@ class Membership:
                 self._lease.acknowledged(float(message["at"]))
             case "fact":
                 self._hear(message["fact"])
+            case "welcome":
+                self.waits, self.present = False, dict(message["nodes"])
+                self._listener.welcomed(int(message["generation"]))
             case "told":
                 self._listener.from_node(message["from"], message["prefix"], message["message"])
             case "probe":
@@ -192,6 +203,7 @@ class Membership:
     def _hear(self, fact: Mapping[str, Any]) -> None:
         special: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
             "gone": self._hear_gone,
+            "came": self._hear_came,
             "kept": self._hear_kept,
             "drained": self._hear_drained,
         }
@@ -208,6 +220,11 @@ class Membership:
         self._listener.nodes_changed(fact["node"], fact["why"])
         for generation in list(self._drained):
             self._look_drained(generation)
+
+    def _hear_came(self, fact: Mapping[str, Any]) -> None:
+        if fact["node"] != self.name:
+            self.present[fact["node"]] = str(fact["address"])
+            self._listener.node_came(fact["node"], str(fact["who"]))
 
     def _hear_kept(self, fact: Mapping[str, Any]) -> None:
         if fact["node"] in self.present:

@@ -10,7 +10,7 @@ from everstep.clock import SYSTEM
 from everstep.errors import ConfigurationError
 from everstep.launcher.nodes import joining
 from everstep.launcher.nodes.core.endpoint import Endpoint
-from everstep.launcher.nodes.joining import Meeting
+from everstep.launcher.nodes.joining import JobOver, Meeting
 from everstep.process.loop import Loop
 
 
@@ -102,11 +102,29 @@ def test_a_port_that_is_another_s_is_an_error_of_the_node_that_opens_it():
         join(door.getsockname()[1], hosts=True)
 
 
+def test_a_hub_that_outlives_the_agent_which_opened_the_port_is_met_there_by_its_successor():
+    """Node rank 0 is started again: the port is its own job's."""
+    nodes = {"node-1": "10.0.0.2", "node-0": "10.0.0.1"}
+    let_in = {"kind": "complete", "you": "node-0", "nodes": nodes, "at_work": ["node-1"], "ordinal": 2, "late": True}
+    with Server(says({"kind": "waiting", "lacking": "a place"}, let_in)) as server:
+        joined = join(server.port, hosts=True)
+        joined.stream.line.shutdown(socket.SHUT_RDWR)
+        joined.stream.line.close()
+    assert (joined.name, joined.ordinal, joined.late, list(joined.present)) == ("node-0", 2, True, list(nodes))
+
+
+def test_who_comes_when_the_job_has_ended_has_nothing_to_do():
+    words = says({"kind": "waiting", "lacking": "a place"}, {"kind": "over"})
+    with Server(words) as server, pytest.raises(JobOver, match="has ended without this node") as over:
+        join(server.port)
+    assert over.value.exit_code == 0
+
+
 def test_all_are_here_and_what_follows_is_kept_for_whoever_takes_over():
     nodes = {"node-0": "10.0.0.1", "node-1": "10.0.0.2"}
     messages = [
         {"kind": "waiting", "lacking": "1 of 2 nodes"},
-        {"kind": "complete", "you": "node-1", "nodes": nodes, "at_work": ["node-0"]},
+        {"kind": "complete", "you": "node-1", "nodes": nodes, "at_work": ["node-0"], "ordinal": 1, "late": False},
         {"kind": "fact", "fact": {"is": "kept"}},
     ]
     with Server(says(*messages)) as server:

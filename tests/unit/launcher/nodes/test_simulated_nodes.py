@@ -17,6 +17,7 @@ from everstep.launcher.agent.together import Together
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.nodes.core.endpoint import Endpoint
 from everstep.launcher.nodes.core.minutes import Minutes
+from everstep.launcher.nodes.core.recap import Recap
 from everstep.launcher.nodes.joining import Joined
 from everstep.launcher.nodes.membership import Membership
 from everstep.recovery.core import words, world
@@ -51,22 +52,25 @@ class Worker:
 class Agent:
     """One node: the agent's part that is not its processes, with workers that do as chance has it."""
 
-    def __init__(self, sim, name, config):
+    def __init__(self, sim, name, config, *, late=False):
         self.sim, self.name, self.config = sim, name, config
         self.loop = SimpleNamespace(clock=SimpleNamespace(now=lambda: sim.now), later=lambda delay_s, call: None)
         self.pipe, self.down = Pipe(), deque()
         self.workers, self.todo = [], deque()
         self.ending = self.roster = None
-        self.alive = True
+        self.alive = self.here = True
+        self.late = late
         self.heard, self.entries = {}, []
         self.world = world.begin(name, config.policy)
         self.inbox = deque()
         self.crew = SimpleNamespace(ranks={}, step=lambda: None)
         self.host = SimpleNamespace(
-            nodes=lambda present: None, telling=self.telling, told=self.told, problems=list, node_message=None
+            nodes=self.forget, telling=self.telling, told=self.told, problems=list, node_message=None
         )
         self.stores = SimpleNamespace(address=None, start=self.store, renew=self.renew, suspect=lambda text: None)
-        self.nodes = Together(self, Membership(self.loop, Joined(name, dict.fromkeys(sim.names, "a"), self.pipe)))
+        present = dict.fromkeys(sim.minutes_order(), "a") | {name: "a"}
+        joined = Joined(name, present, self.pipe, (), sim.number(), late)
+        self.nodes = Together(self, Membership(self.loop, joined))
 
     # what `Together` asks of its agent
 
@@ -100,6 +104,9 @@ class Agent:
 
     def told(self, node, message):
         self.heard[node] = message
+
+    def forget(self, present):
+        self.heard = {node: told for node, told in self.heard.items() if node in present}
 
     def store(self):
         def serves():
@@ -153,8 +160,11 @@ class Agent:
         assert self.nodes.store_of(command.roster)[0] == "a"
         self.roster = command.roster
         here = {m.node for m in command.roster.members} & self.nodes.present.keys()
-        assert here <= self.heard.keys(), "a roster before all its nodes had told"
-        self.entries.append((command.roster, json.dumps(self.heard, sort_keys=True)))
+        if not self.late:  # who comes late has no rank in the first roster of which it hears
+            assert here <= self.heard.keys(), "a roster before all its nodes had told"
+            self.entries.append((command.roster, json.dumps(self.heard, sort_keys=True)))
+        assert not self.late or all(self.of(m.incarnation) is None for m in command.roster.members)
+        self.late = False
         self.heard = {}
         for member in command.roster.members:
             worker = self.of(member.incarnation)
@@ -202,26 +212,32 @@ class Sim:
 
     def __init__(
         self, seed, count, nproc, *, spares=0, harms=0, losses=0, least=None, wrapped=True, least_nodes=None, waiting=0,
-        losing=0.02,
+        losing=0.02, comers=0,
     ):  # fmt: skip
-        """`waiting`: spare nodes beside the `count` at work."""
+        """`waiting`: spare nodes beside the `count` at work. `comers`: so many come later, where there is a place."""
         self.chance, self.now, self._number = random.Random(seed), 0.0, 0
         self.harms, self.losses, self.losing = harms, losses, losing
         self.names = [f"node-{n}" for n in range(count + waiting)]
         self.nproc, self.spares = nproc, spares
-        self.minutes = Minutes(renewed=not wrapped)
+        self.minutes, self.recap = Minutes(renewed=not wrapped), Recap()
         self.minutes.begin(self.names)
+        self.present = list(self.names)
+        self.comers = comers
         config = LaunchConfig(
             script="s", nproc=nproc, nnodes=count, endpoint=Endpoint("h", 1, None, None), min_world_size=least,
             wrapped=wrapped, max_restarts=1000, least_nodes=least_nodes, spare_nodes=waiting,
             at_work=tuple(self.names[:count]),
         )  # fmt: skip
+        self.config = config
         self.agents = [Agent(self, name, config) for name in self.names]
         for agent in self.agents:
             agent.nodes.begin()
             agent.tell(words.Ticked())
             for _ in range(spares + nproc * (agent.name not in config.at_work)):
                 agent.todo.append(agent.born)
+
+    def minutes_order(self):
+        return self.present
 
     def number(self):
         self._number += 1
@@ -246,6 +262,9 @@ class Sim:
             acts += [(lambda a=agent, w=worker: a.work(w),) for worker in busy]
             if self.losses and len(self.living()) > 1 and self.chance.random() < self.losing:
                 acts.append((self.lose, agent))
+        free = [name for name in self.names if name not in self.present]
+        if self.comers and free and self.recap.possible and self.chance.random() < 0.1:
+            acts.append((self.come, self.chance.choice(free)))
         if not acts:
             return False
         act, *what = self.chance.choice(acts)
@@ -257,6 +276,8 @@ class Sim:
 
     def take_up(self, agent):
         message = agent.pipe.up.popleft()
+        if message["kind"] == "ready":
+            self.welcome(agent)
         if message["kind"] != "fact":
             return
         fact = message["fact"]
@@ -272,8 +293,32 @@ class Sim:
 
     def spread(self, facts):
         for fact in facts:
+            self.recap.hear(fact)
             for agent in self.living():
-                agent.down.append({"kind": "fact", "fact": json.loads(json.dumps(fact))})
+                if agent.here:
+                    agent.down.append({"kind": "fact", "fact": json.loads(json.dumps(fact))})
+
+    def come(self, name):
+        """A node of this name, another or the same, begins; what it says and hears takes its time, as all else."""
+        self.comers -= 1
+        self.present.append(name)
+        agent = Agent(self, name, self.config, late=True)
+        agent.here = False
+        self.agents.append(agent)
+        agent.nodes.begin()
+        agent.tell(words.Ticked())
+        for _ in range(self.spares + self.nproc):
+            agent.todo.append(agent.born)
+
+    def welcome(self, agent):
+        agent.here = True
+        here = [other.name for other in self.living() if other.here]
+        present = {name: "a" for name in self.present if name in here}
+        agent.down.append({"kind": "welcome", "generation": self.recap.generation, "nodes": present})
+        for fact in self.recap.told(present):
+            agent.down.append({"kind": "fact", "fact": json.loads(json.dumps(fact))})
+        self.minutes.come(agent.name)
+        self.spread([{"is": "came", "node": agent.name, "address": "a", "who": "w"}])
 
     def lose(self, agent):
         """With what it had said, or without the last of it."""
@@ -281,6 +326,7 @@ class Sim:
         for _ in range(self.chance.randint(0, len(agent.pipe.up))):
             self.take_up(agent)
         agent.alive = False
+        self.present.remove(agent.name)
         self.spread(self.minutes.leave(agent.name, f"{agent.name} is lost", lost=True))
 
     def run(self):
@@ -382,6 +428,29 @@ def test_a_world_of_fewer_nodes_goes_on_down_to_the_least(wrapped):
     assert sizes == {4, 6, 8}
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_nodes_that_come_back_or_late_take_part_and_nobody_waits_for_ever(wrapped):
+    """Every node of a job may be replaced, one after another, some again under the same name."""
+    codes, sizes, taken = Counter(), Counter(), 0
+    for seed in range(80):
+        sim = Sim(
+            seed, 3, 2, harms=seed % 5, losses=seed % 6, losing=0.02, wrapped=wrapped, least_nodes=1 + seed % 3,
+            waiting=seed % 2, comers=6,
+        )  # fmt: skip
+        sim.run()
+        ends = sim.check()
+        assert len(ends) <= 1, (seed, ends)
+        codes.update(ends)
+        sim.check_whole()
+        sizes.update(roster.world_size for roster in sim.rosters().values())
+        late = {str(worker.who) for agent in sim.agents[len(sim.names) :] for worker in agent.workers}
+        taken += any(str(m.incarnation) in late for r in sim.rosters().values() for m in r.members)
+    assert codes.keys() <= {0, 1, 75}
+    assert codes[0] > 50
+    assert sizes.keys() >= {2, 4, 6}
+    assert taken > 20
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_two_thousand_worlds():
@@ -393,6 +462,7 @@ def test_two_thousand_worlds():
         sim = Sim(
             seed, count, rng.randint(1, 2), spares=rng.randint(0, 2), harms=rng.randint(0, 6),
             losses=rng.randint(0, count - 1), least=least, waiting=rng.randint(0, 2), wrapped=wrapped,
+            comers=rng.randint(0, 5),
         )  # fmt: skip
         sim.run()
         assert len(sim.check()) <= 1, seed

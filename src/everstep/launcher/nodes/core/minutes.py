@@ -34,6 +34,10 @@ class Minutes:
         """All are here."""
         self.nodes = set(nodes)
 
+    def come(self, node: str) -> None:
+        """One more is here; it has heard what was told, and is waited for from now on."""
+        self.nodes.add(node)
+
     def say(self, fact: Fact, key: str | None = None) -> list[Fact]:
         """Write a fact down; return what is told to all now, in this order."""
         if key is not None:
@@ -62,6 +66,8 @@ class Minutes:
         if node not in self.nodes:
             return []
         self.nodes.discard(node)
+        for told in self._kept.values():
+            told.discard(node)  # whoever has its name next has not told yet
         self.serves_no_more(node)
         gone: list[Fact] = [{"is": "gone", "node": node, "why": why}] if lost else []
         return [*gone, *self._released()]

@@ -65,6 +65,17 @@ def test_who_says_good_bye_is_not_lost():
     assert begun("a", "b").leave("b", "", lost=False) == []
 
 
+def test_who_comes_is_waited_for_and_who_had_its_name_has_not_told_for_it():
+    minutes = begun("a", "b")
+    minutes.serves("a", ["h", 1])
+    minutes.say(kept("a", 0))
+    minutes.say(kept("b", 0))
+    minutes.leave("b", "why", lost=True)
+    minutes.come("b")
+    assert minutes.say(roster(0), "roster/0") == []
+    assert [fact["is"] for fact in minutes.say(kept("b", 0))] == ["kept", "Published"]
+
+
 def test_a_store_serves_one_generation_of_a_script_that_makes_its_groups_itself():
     minutes = begun("a", renewed=True)
     minutes.serves("a", ["h", 1])

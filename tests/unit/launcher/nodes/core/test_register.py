@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from everstep.launcher.nodes.core.register import Register, node_name
+from everstep.launcher.nodes.core.register import TAKEN_S, Register, node_name
 
 TERMS = {
     "version": "1.0", "wire": 1, "job": "j", "nnodes": "3", "spare_nodes": 0, "nproc": 2, "wrapped": True,
@@ -47,14 +47,57 @@ def test_two_with_one_rank_and_a_rank_that_cannot_be():
     assert register.lacking == "nodes 0,2 of 3"
 
 
-def test_one_too_many_is_refused_and_so_is_one_that_comes_back():
-    register = Register(TERMS)
-    for number in range(3):
-        assert register.join(number, told(), 0.0) == ""
-    assert register.look(0.0)
-    assert "this job has begun with 3 nodes" in register.join(3, told(), 0.0)
+def running(*, terms=TERMS, nodes=3):
+    """A job that has begun."""
+    register = Register(terms)
+    for number in range(nodes):
+        assert register.join(number, told(number, **terms), 0.0) == ""
+    assert register.look(100.0)
+    return register
+
+
+def test_one_too_many_waits_in_line_and_is_turned_away_when_nobody_was_given_up_meanwhile():
+    register = running()
+    assert register.join(3, told(), 5.0) == ""
+    assert register.let_in() == []
+    assert register.turned_away(5.0 + TAKEN_S) == {}
+    (text,) = register.turned_away(5.1 + TAKEN_S).values()
+    assert text == "all 3 nodes of this job are here. --spare-nodes N has places for N nodes more."
+    assert register.line == {}
+
+
+def test_a_rank_that_is_another_s_is_had_when_that_is_gone_and_not_before():
+    register = running()
+    register.join(3, told(1, "new"), 5.0)
+    assert register.let_in() == []
     register.leave(1)
-    assert "cannot join it yet" in register.join(4, told(), 0.0)
+    assert register.let_in() == [3]
+    assert (register.here[3].name, register.here[3].ordinal) == ("node-1", 3)
+    assert list(register.present) == ["node-0", "node-2"], "it does not hear yet what is told"
+    register.here[3].here = True
+    assert list(register.present) == ["node-0", "node-2", "node-1"], "behind those that were here before"
+    register.join(4, told(1, "twin"), 6.0)
+    (text,) = register.turned_away(7.0 + TAKEN_S).values()
+    assert text == "--node-rank 1 is taken by new, which lives. Give each node its own."
+
+
+def test_who_has_no_rank_takes_the_place_of_whoever_is_gone_or_never_came():
+    register = running(terms=TERMS | {"nnodes": "2:4"}, nodes=2)
+    register.join(7, told(nnodes="2:4"), 1.0)
+    register.join(8, told(nnodes="2:4"), 1.0)
+    register.join(9, told(nnodes="2:4"), 1.0)
+    assert register.let_in() == [7, 8]
+    assert [register.here[n].name for n in (7, 8)] == ["node-2", "node-3"]
+    register.leave(0)
+    assert register.let_in() == [9]
+    assert (register.here[9].name, register.here[9].ordinal) == ("node-0", 4)
+
+
+def test_who_leaves_the_line_is_nobody_s_loss():
+    register = running()
+    register.join(3, told(), 5.0)
+    assert register.leave(3) is None
+    assert register.turned_away(100.0) == {}
 
 
 @pytest.mark.parametrize("given", [*itertools.permutations((0, None, 2)), (None, None, None), (2, 1, 0)])
