@@ -21,6 +21,8 @@ from everstep.recovery.core.words import Fault, Policy
 MOST_TOLD = 12
 """Attempts that are told one by one, or in groups of the same; of the others, how many."""
 _LONGEST = 300
+NO_PYTHON = ("SyntaxError:", "IndentationError:", "TabError:")
+"""What a script's end is told with where it would fail alike on each start: as many as are allowed are not tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Verdict:
 
 def decide(policy: Policy, generation: int, faults: Sequence[Fault]) -> Verdict:
     """Judge the fault that ended `generation`: the last of `faults`, the job's causes so far, oldest first."""
+    if faults[-1].kind == "script" and faults[-1].text.startswith(NO_PYTHON):
+        return Verdict(False, f"the script is no Python, and no restart mends that: {told(faults[-1:])}")
     if policy.max_restarts is not None:
         used, allowed = generation + 1, policy.max_restarts
         if used <= allowed:

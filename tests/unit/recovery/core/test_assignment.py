@@ -223,6 +223,18 @@ def test_a_script_that_fails_before_the_call_is_not_started_again():
     assert policy.decide(Policy(2, max_restarts=1), 0, failed).go_on, "a number is a number, as torchrun means it"
 
 
+@pytest.mark.parametrize(
+    "text", ["SyntaxError: invalid syntax (train.py, line 1)", "TabError: inconsistent use of tabs"]
+)
+def test_what_is_no_python_is_begun_once_however_many_restarts_are_allowed(text):
+    """W34: nothing else burns a restart that cannot succeed so surely."""
+    verdict = policy.decide(Policy(2, max_restarts=9), 0, [Fault(0, "script", "worker", rank=1, text=text)])
+    assert not verdict.go_on
+    assert verdict.reason == f"the script is no Python, and no restart mends that: script of rank 1 ({text})"
+    raised = [Fault(0, "exception", "worker", rank=1, text=text)]
+    assert policy.decide(Policy(2, max_restarts=9), 0, raised).go_on, "of code that a running script has made"
+
+
 def test_a_gap_that_nobody_fills_is_closed_and_those_above_move_down():
     old = start(a=1, b=1, c=1, d=1)
     new = assignment.following(old, survivors(old, 0, 2, 3), {})
