@@ -4,7 +4,6 @@ Made from the flags as the zygote's parser read them; every refusal says what wo
 """
 
 import ast
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -214,8 +213,6 @@ class LaunchConfig:
                     f"--duplicate-{name}-filters gathers lines of what --tee shows, and no rank's {name} is shown; "
                     f"add for example --tee {bit}."
                 )
-        if self.log_dir and self.log_dir != os.devnull and Path(self.log_dir).is_file():
-            raise UsageError(f"--log-dir {self.log_dir} is a file; name a folder.")
 
 
 def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
@@ -225,6 +222,8 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         module = no_python = False
     if not module and not no_python and not Path(script).is_file():
         raise UsageError(f"the script {script!r} does not exist (looked in {Path.cwd()}); use -m for a module.")
+    if flags.get("log_dir") and Path(flags["log_dir"]).is_file():
+        raise UsageError(f"--log-dir {flags['log_dir']} is a file; name a folder.")
     backend_of(flags)
     wrapped = not no_python and mentions_everstep(script, module=module)
     spares = flags.get("spares")

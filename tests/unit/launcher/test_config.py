@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import ConfigurationError, UsageError
-from everstep.launcher.agent.worker import Standing, environment_of, log_root, plan_logs, stream_of
+from everstep.launcher.agent.worker import Standing, arguments_of, environment_of, log_root, plan_logs, stream_of
 from everstep.launcher.config import LaunchConfig, from_flags, mentions_everstep, writable
 from everstep.launcher.preload import top_level_imports
 
@@ -153,6 +153,12 @@ def test_logs_that_go_nowhere_have_no_error_file_either(tmp_path):
     logs = plan_logs(nowhere, log_root(nowhere, tmp_path), 0, 0)
     assert (logs.stdout, logs.stderr, logs.tee_stdout, logs.error_file) == ("", "", False, "")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_argument_may_hold_the_local_rank_and_nothing_else_is_touched():
+    others = ["$HOME", "${rank}", "a b", "50%", "kill $$", "$${local_rank}", "$", "${}"]
+    config = LaunchConfig(script="x.py", arguments=("--gpu=${local_rank}", "$local_rank.$local_ranks", *others))
+    assert arguments_of(config, 3) == ["--gpu=3", "3.$local_ranks", *others]
 
 
 def test_no_log_of_an_earlier_start_is_written_into(tmp_path):

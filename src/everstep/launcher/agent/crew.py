@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from everstep import environ
@@ -145,9 +143,8 @@ class Crew:
             whole = f"{config.cycle_log[0]}{attempt}{config.cycle_log[1]}"
             self._tails += gathered_in(whole, f"{worker.rank}: ", (logs.stdout, logs.stderr))
         here = {"cwd": self._cwd, "umask": self._umask}
-        # torchrun's one macro: an argument may hold ${local_rank}
-        own = replace(config, arguments=tuple(Template(a).safe_substitute(local_rank=place) for a in config.arguments))
-        worker.process.send(workers.begin_message(own, worker, environment, assigned) | here)
+        arguments = workers.arguments_of(config, place)
+        worker.process.send(workers.begin_message(config, worker, environment, assigned, arguments) | here)
 
     def local_of(self, rank: int) -> list[int]:
         """Return the place of a rank of ours on this node, and how many places there are."""

@@ -1,9 +1,10 @@
 """What the agent knows of one worker, and what a worker is told when it gets a rank."""
 
 import os
+import re
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -272,22 +273,29 @@ def _threads(environment: Mapping[str, str]) -> int:
     return int(first) if first.isdigit() else 0
 
 
-def program_of(config: LaunchConfig) -> list[str] | None:
-    """With --no-python, the command to exec; None runs the script in the forked interpreter."""
-    return [config.script, *config.arguments] if config.no_python else None
+_MACRO = re.compile(r"\$\$|\$\{local_rank\}|\$local_rank\b", re.ASCII)
+
+
+def arguments_of(config: LaunchConfig, local_rank: int) -> list[str]:
+    """Return the script's arguments with torchrun's one macro filled in; `$$` stays, where torchrun makes `$` of it."""
+    return [_MACRO.sub(lambda found: found[0] if found[0] == "$$" else str(local_rank), a) for a in config.arguments]
 
 
 def begin_message(
-    config: LaunchConfig, worker: Worker, environment: Mapping[str, str], assigned: Mapping[str, Any]
+    config: LaunchConfig,
+    worker: Worker,
+    environment: Mapping[str, str],
+    assigned: Mapping[str, Any],
+    arguments: Sequence[str],
 ) -> dict[str, Any]:
-    """What a fresh process needs to become a rank."""
+    """What a fresh process needs to become a rank; with a `program` it execs that, else it runs the script itself."""
     assert worker.logs is not None
     return {
         "kind": "world.begin",
         "script": config.script,
-        "arguments": list(config.arguments),
+        "arguments": list(arguments),
         "module": config.module,
-        "program": program_of(config),
+        "program": [config.script, *arguments] if config.no_python else None,
         "environment": dict(environment),
         "stdout": worker.logs.stdout,
         "stderr": worker.logs.stderr,
