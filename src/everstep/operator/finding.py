@@ -10,6 +10,7 @@ from everstep.goodput.log import RUNS
 from everstep.operator.core.reach import NobodyThere, Reach, choose, endpoint
 from everstep.recovery.control_file import NAME, ControlFile
 
+KNOCK_S = 2.0
 HELP = "a run folder, or HOST:PORT of an agent, with EVERSTEP_TOKEN set; left out, the newest run here that goes on"
 
 
@@ -18,7 +19,7 @@ def find(run: str | None) -> Reach:
     if run is None:
         return _newest()
     folder = Path(run)
-    if not folder.exists():
+    if not folder.is_dir():
         there = endpoint(run, environ.get("EVERSTEP_TOKEN"))
         if there is None:
             raise UsageError(f"{run} is neither a run folder nor HOST:PORT of an agent")
@@ -39,7 +40,19 @@ def _newest() -> Reach:
     if not running:
         where = given or f"{RUNS}/"
         raise UsageError(f"no RUN was given, and no job of {where} goes on; name its run folder, or HOST:PORT")
-    return find(str(max(running)[1]))
+    reaches = [find(str(folder)) for _, folder in sorted(running, reverse=True)]
+    return next((reach for reach in reaches if _listens(reach)), reaches[0])
+
+
+def _listens(reach: Reach) -> bool:
+    """Whether somebody does: an agent that was killed has left its file."""
+    try:
+        socket.create_connection((reach.host, reach.port), KNOCK_S).close()
+    except TimeoutError:  # it is busy, or stopped: the job goes on all the same
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _paths(folder: Path) -> list[Path]:

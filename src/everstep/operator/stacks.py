@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, print, and return the exit code: 1 where a node has not answered."""
-    told = ask(find(args.run), "/v1/stacks")
+    told = ask(find(args.run), "/v1/stacks", long=True)
     ranks = [rank | {"node": node["node"]} for node in told["nodes"] for rank in node["ranks"]]
     found = groups(ranks)
     if args.json:

@@ -69,9 +69,9 @@ def test_another_protocol_is_told(answering):
 
 
 def test_who_does_not_answer_is_not_waited_for(answering, monkeypatch):
-    monkeypatch.setattr(asking, "LIMIT_S", 0.05)
+    monkeypatch.setattr(asking, "LONG_S", 0.05)
     with pytest.raises(NobodyThere, match="does not answer"):
-        ask(answering(None), "/v1/ps")
+        ask(answering(None), "/v1/stacks", long=True)
 
 
 def test_nobody_listens_and_a_name_that_does_not_resolve():

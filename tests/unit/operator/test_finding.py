@@ -40,10 +40,15 @@ def test_nothing_is_the_newest_run_that_goes_on(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no job of everstep-runs/ goes on"):
         find(None)
     runs = tmp_path / "everstep-runs"
-    run(runs / "old", 1, written=1000)
-    run(runs / "new", 2, written=2000)
-    (runs / "over").mkdir()
-    assert find(None).port == 2
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_server(("127.0.0.1", 0)) as later:
+        old, new = (each.getsockname()[1] for each in (door, later))
+        run(runs / "old", old, written=1000)
+        run(runs / "new", new, written=2000)
+        (runs / "over").mkdir()
+        assert find(None).port == new
+        later.close()
+        assert find(None).port == old, "the agent of the newest was killed, and its file is left"
+    assert find(None).port == new, "nobody goes on: the newest says so"
     monkeypatch.setenv("EVERSTEP_RUN_DIR", str(run(tmp_path / "own", 3)))
     assert find(None).port == 3
 
@@ -59,6 +64,8 @@ def test_an_end_point_is_asked_with_the_token_of_the_environment(monkeypatch):
     assert find("node7:4000") == Reach("node7", 4000, "t")
     with pytest.raises(UsageError, match="neither a run folder nor HOST:PORT"):
         find("no-such-folder")
+    with pytest.raises(UsageError, match="neither a run folder nor HOST:PORT"):
+        find(__file__)
 
 
 def test_a_file_that_is_damaged_is_named(tmp_path):
