@@ -32,7 +32,7 @@ class ControlFile:
         part = folder / f".{NAME}.{self.pid}"
         with contextlib.suppress(FileNotFoundError):
             part.unlink()
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(fd, "w") as file:
                 json.dump({"version": VERSION, **asdict(self)}, file)

@@ -145,6 +145,7 @@ def test_a_flood_of_questions_is_one_look(plain):
     agents = Agents(2)
     got = [agents.ask() for _ in range(1000)]
     assert plain == {"node-0": 1}
+    assert len(agents.post) == 1
     agents.deliver()
     assert all(read(each)[1] == [] for each in got)
     assert plain == {"node-0": 1, "node-1": 1}

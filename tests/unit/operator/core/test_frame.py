@@ -53,6 +53,11 @@ def test_ranks_stand_in_their_order_and_what_does_not_fit_is_counted_the_ones_wo
     assert all(len(row) == len(RANK_COLUMNS) for row in found.ranks)
 
 
+def test_a_rank_that_tells_nothing_of_its_steps_shows_none():
+    (row,) = frame(told(rank(0, step=None, mark=None, phase="script")), None, 0.0, 9).ranks
+    assert row == ("0", "node-0", "sleeps", "", "5.0 MB", "", "", "script")
+
+
 def test_rates_need_two_looks_and_are_of_the_same_process():
     before, now = told(rank(0, cpu=1.0), rank(1), step=5), told(rank(0, cpu=2.0), rank(1, pid=7, cpu=3.0), step=9)
     first = frame(before, None, 0.0, 9)

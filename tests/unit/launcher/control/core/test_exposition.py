@@ -83,6 +83,14 @@ def test_what_is_not_known_is_left_out():
     assert "everstep_world_size" in names
 
 
+def test_what_is_no_number_is_left_out():
+    body = text(view(rank(0, mark_age_s=float("inf"), cpu_s=float("nan"))), {}, {})
+    assert not {name for name, _ in read(body)[0]} & {
+        "everstep_rank_mark_age_seconds",
+        "everstep_rank_cpu_seconds_total",
+    }
+
+
 def test_no_text_of_the_job_is_told_and_no_pid():
     body = text(view(rank(0)), {}, {})
     assert b"secret" not in body

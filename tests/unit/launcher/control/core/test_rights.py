@@ -36,6 +36,10 @@ def test_without_it_nothing_is_told_and_the_words_say_where_it_lies(path, given)
     assert TOKEN not in text
 
 
+def test_what_is_answered_without_the_token_is_the_numbers_alone():
+    assert {path for path in ROUTES if asked(path, authorization=None) is None} == {"/metrics"}
+
+
 def test_a_path_that_is_not_there_is_told_to_who_has_the_token_alone():
     assert asked("/v2/ps") == 404
     assert asked("/v2/ps", authorization=None) == 401
