@@ -14,7 +14,7 @@ from rich.text import Text
 from everstep.clock import SYSTEM
 from everstep.errors import ExitCode
 from everstep.operator.asking import ask
-from everstep.operator.core.frame import RANK_COLUMNS, TIER_COLUMNS, Frame, Row, frame
+from everstep.operator.core.frame import NODE_COLUMNS, RANK_COLUMNS, TIER_COLUMNS, Frame, Row, frame
 from everstep.operator.core.reach import NobodyThere, Reach
 from everstep.operator.core.rows import head, silent
 from everstep.operator.finding import HELP, find
@@ -81,7 +81,7 @@ def _live(reach: Reach, told: Told) -> None:
     asked_s, passed_s = SYSTEM.now(), 0.0
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
-            room = max(5, console.height - AROUND)
+            room = max(5, console.height - AROUND - len(told["nodes"]))
             live.update(_drawn(told, frame(told, before, passed_s, room)), refresh=True)
             SYSTEM.sleep(INTERVAL_S)
             before, told = told, ask(reach, "/v1/ps")
@@ -94,6 +94,8 @@ def _drawn(told: Told, found: Frame) -> Group:
     parts += [Text(line) for line in (found.pace, found.others and f"beside the ranks: {found.others}") if line]
     if silent(told):
         parts.append(Text(silent(told), style="red"))
+    if found.nodes:
+        parts += [Text(""), _table(NODE_COLUMNS, found.nodes)]
     parts += [Text(""), _table(RANK_COLUMNS, found.ranks)]
     if found.more:
         parts.append(Text(f"and {found.more} more ranks, of which none has been silent for longer"))

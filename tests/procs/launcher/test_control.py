@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 import urllib.request
 
 import pytest
@@ -46,6 +47,11 @@ def control_of(job):
 
 def steps(told):
     return {p["rank"]: p["step"] for node in told["nodes"] for p in node["processes"] if p["rank"] is not None}
+
+
+def pids(text):
+    told = json.loads(text)
+    return {p["rank"]: p["pid"] for node in told["nodes"] for p in node["processes"] if p["rank"] is not None}
 
 
 def test_a_running_job_is_looked_at_by_those_who_may(start, capsys, monkeypatch):
@@ -130,8 +136,7 @@ def test_where_ranks_stand_is_told_culprit_first_and_who_cannot_answer_too(start
     assert "all_reduce" in functions(groups[1])[-1]
     assert functions(groups[0])[:2] == ["<module>", "train"]
     assert "rank 1: does not wait; others wait for it" in asked(capsys, "stacks", run)[1]
-    (node,) = json.loads(asked(capsys, "ps", run, "--json")[1])["nodes"]
-    ranks = {process["rank"]: process["pid"] for process in node["processes"]}
+    ranks = pids(asked(capsys, "ps", run, "--json")[1])
     os.kill(ranks[2], signal.SIGSTOP)
     groups = until(lambda: groups_of(capsys, run), lambda found: found[0]["ranks"] == [2])
     assert groups[0]["why"].startswith("does not answer (state T")
@@ -187,12 +192,14 @@ def test_top_shows_a_job_until_it_is_over(start):
     job.ended()
 
 
-def until(look, happened):
-    for _ in range(1000):
+def until(look, happened, limit_s=120.0):
+    deadline = time.monotonic() + limit_s
+    while True:
         found = look()
         if happened(found):
             return found
-    raise AssertionError(found)
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
 
 
 @pytest.mark.long
@@ -211,18 +218,28 @@ def test_any_agent_answers_for_all_nodes_and_one_that_does_not_is_named(start, c
     assert asked(capsys, "ps", str(jobs[1].run_dir), "--json")[0] == 0, "the folder above node-1's leads there too"
     os.kill(jobs[1].process.pid, signal.SIGSTOP)
     try:
-        for _ in range(1000):  # an answer is kept for a moment
-            code, out, err = asked(capsys, "ps", str(folders[0]), "--json")
-            if code:
-                break
+        code, out, err = until(lambda: asked(capsys, "ps", str(folders[0]), "--json"), lambda told: told[0] != 0)
     finally:
         os.kill(jobs[1].process.pid, signal.SIGCONT)
     assert code == 1
     assert steps(json.loads(out)).keys() == {0}
     assert "node-1 did not answer" in err
-    jobs[0].process.terminate()
-    for job in jobs:
-        job.ended()
+    run = str(folders[0])
+    until(lambda: asked(capsys, "ps", run)[0], lambda code: code == 0)
+    for number, folder in enumerate(reversed(folders)):
+        code, out, err = asked(capsys, "kill", str(folder), "--rank", str(number), "--json")
+        assert code == 0, f"of the other node: {err}"
+        killed = (number, json.loads(out)["pid"])
+        until(
+            lambda: pids(asked(capsys, "ps", run, "--json")[1]),
+            lambda seen, it=killed: seen.keys() == {0, 1} and seen[it[0]] != it[1],
+        )
+    assert "host" in asked(capsys, "top", str(folders[1]), "--once")[1]
+    assert asked(capsys, "drain", str(folders[1]))[0] == 0
+    ended = [job.ended() for job in jobs]
+    assert [one.code for one in ended] == [143, 143]
+    faults = {(fault["kind"], fault["injured_rank"]) for fault in ended[0].events("FaultNoticed")}
+    assert faults == {("death", 0), ("death", 1)}
 
 
 @pytest.mark.long

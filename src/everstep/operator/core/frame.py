@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.operator.core.rows import ago, seconds, size, state
+from everstep.ranks import brief
 
 Found = Mapping[str, Any]
 Row = tuple[str, ...]
 RANK_COLUMNS = ("rank", "node", "state", "cpu", "memory", "step", "last mark", "phase")
+NODE_COLUMNS = ("node", "host", "phase", "generation", "step", "ranks", "restarts")
 TIER_COLUMNS = ("tier", "step", "", "bytes", "took", "")
 MOST_FAULTS, MOST_NOTICES = 5, 3
 _ENDS = ("kept", "committed", "failed", "damaged", "taken", "planned")
@@ -23,6 +25,7 @@ class Frame:
     """What is shown. Each row has as many words as its columns."""
 
     pace: str  # steps a second, and how long one takes
+    nodes: tuple[Row, ...]  # none where there is one
     ranks: tuple[Row, ...]
     more: int  # ranks that are not shown
     others: str  # the processes beside them
@@ -39,6 +42,7 @@ def frame(now: Found, before: Found | None, passed_s: float, most_ranks: int) ->
     shown = sorted(ordered[:most_ranks], key=lambda each: int(each[1]["rank"]))
     return Frame(
         pace=_pace(now, before, passed_s),
+        nodes=tuple(_nodes(now)),
         ranks=tuple(_rank(node, p, earlier.get((node, p["pid"])), passed_s) for node, p in shown),
         more=len(ordered) - len(shown),
         others=_others(now),
@@ -46,6 +50,20 @@ def frame(now: Found, before: Found | None, passed_s: float, most_ranks: int) ->
         faults=tuple(_faults(now)),
         notices=tuple(_notices(now)),
     )
+
+
+def _nodes(told: Found) -> Iterable[Row]:
+    if len(told["nodes"]) + len(told["silent"]) < 2:  # noqa: PLR2004 - one node is what all the rest is about
+        return
+    for node in told["nodes"]:
+        ranks = brief(p["rank"] for p in node["processes"] if p["rank"] is not None)
+        generation, step = ("" if node[name] is None else str(node[name]) for name in ("generation", "step"))
+        yield (
+            str(node["node"]), str(node["host"]), str(node["phase"]), generation, step, ranks,
+            str(node["restarts"]),
+        )  # fmt: skip
+    for name in told["silent"]:
+        yield str(name), "", "does not answer", "", "", "", ""
 
 
 def _processes(told: Found | None) -> list[tuple[str, Found]]:

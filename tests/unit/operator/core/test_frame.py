@@ -2,7 +2,7 @@
 
 import pytest
 
-from everstep.operator.core.frame import RANK_COLUMNS, TIER_COLUMNS, frame
+from everstep.operator.core.frame import NODE_COLUMNS, RANK_COLUMNS, TIER_COLUMNS, frame
 
 
 def rank(number, *, state="S", step=9, mark=0.1, cpu=1.0, **more):
@@ -32,7 +32,14 @@ def fault(generation, age, kind="death", number=1, step=7, text="ended by signal
 
 def told(*processes, step=9, tiers=(), faults=(), notices=(), typical=None, more=()):
     def node(name, own):
-        facts = {"node": name, "step": step, "typical_step_s": typical, "processes": list(own)}
+        facts = {
+            "node": name,
+            "step": step,
+            "typical_step_s": typical,
+            "processes": list(own),
+            "host": f"host of {name}",
+        }
+        facts |= {"phase": "running", "generation": 2, "restarts": 1}
         return facts | {"tiers": list(tiers), "faults": list(faults), "notices": list(notices)}
 
     return {"nodes": [node("node-0", processes), *([node("node-1", more)] if more else [])], "silent": []}
@@ -56,6 +63,16 @@ def test_ranks_stand_in_their_order_and_what_does_not_fit_is_counted_the_ones_wo
 def test_a_rank_that_tells_nothing_of_its_steps_shows_none():
     (row,) = frame(told(rank(0, step=None, mark=None, phase="script")), None, 0.0, 9).ranks
     assert row == ("0", "node-0", "sleeps", "", "5.0 MB", "", "", "script")
+
+
+def test_nodes_are_shown_where_there_are_several_the_silent_ones_too():
+    assert frame(told(rank(0)), None, 0.0, 9).nodes == ()
+    several = told(rank(0), rank(1), rank(2), more=[rank(3)]) | {"silent": ["node-2"]}
+    found = frame(several, None, 0.0, 9).nodes
+    assert found[0] == ("node-0", "host of node-0", "running", "2", "9", "0-2", "1")
+    assert [row[0] for row in found] == ["node-0", "node-1", "node-2"]
+    assert found[2][2] == "does not answer"
+    assert all(len(row) == len(NODE_COLUMNS) for row in found)
 
 
 def test_rates_need_two_looks_and_are_of_the_same_process():
