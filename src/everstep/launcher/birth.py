@@ -46,7 +46,7 @@ def live(order: Mapping[str, Any], fds: list[int]) -> int:
     assert go["kind"] == "go", go
     kernel.die_with_parent(int(order["agent"]))
     kernel.name_process(str(order["name"]))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in kernel.ASKING:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     environ.replace(fresh.environment(order["environment"] | mark.words(order["job"], order["order"])))
@@ -79,8 +79,8 @@ def _wait_for_threads() -> None:
 
 def _help(link: Link, order: Mapping[str, Any]) -> int:
     """Run `module:function(link, **arguments)`; helpers end with the agent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in kernel.ASKING:
+        signal.signal(number, signal.SIG_IGN)
     _named(order["entry"])(link, **order["arguments"])
     return 0
 

@@ -14,6 +14,7 @@ from torch.distributed.argparse_util import env
 from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
 
 from everstep.errors import UsageError
+from everstep.launcher.core.slurm import fill
 from everstep.launcher.core.unlike import refuse
 
 
@@ -154,6 +155,7 @@ def parse(argv: Sequence[str], extensions: Sequence[str] = ()) -> dict[str, Any]
         given["shutdown_timeout"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # noqa: TID251 - torch's own variable
     for finish in finishes:
         finish(given)
+    fill(given, os.environ)  # noqa: TID251 - Slurm's own variables
     refuse(given)
     try:
         low, high = parse_min_max_nnodes(given["nnodes"])

@@ -236,7 +236,7 @@ def main(argv: list[str]) -> int:
     fresh.begin()
     link, job = Link.from_fd(int(argv[0])), argv[1]
     _listen_for_the_end(int(argv[2]), job)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in kernel.ASKING:
         signal.signal(number, signal.SIG_IGN)  # the agent decides when we end
     born = None
     with contextlib.suppress(LinkClosed):  # the agent has gone

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from everstep import clock
+from everstep.process import kernel
 
 _PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from {} import main; main(sys.argv[1:])"
 _OURS = str(Path(clock.__file__).parent.parent)
@@ -32,5 +33,5 @@ def detach() -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in kernel.ASKING:
         signal.signal(number, signal.SIG_IGN)  # who we watch decides when we end

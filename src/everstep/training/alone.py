@@ -168,6 +168,10 @@ class AloneParts:
         del total, state
         return NoFaults()
 
+    def shielded(self) -> contextlib.AbstractContextManager[None]:
+        """See `Parts.shielded`: nobody leads this job."""
+        return contextlib.nullcontext()
+
     def before_step(self, step: int) -> None:
         """See `Parts.before_step`: a signal reaches the script itself."""
         del step

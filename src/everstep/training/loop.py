@@ -52,13 +52,14 @@ class Steps:
         if parts.rank == 0:
             parts.show_begun(done, self._total)
         try:
-            for step in range(done + 1, self._total + 1):
-                parts.before_step(step)
-                faults.at_boundary(step)
-                if batches is None:
-                    yield from self._one(step, step)
-                else:
-                    yield from self._one(step, (step, self._fetch(batches)))
+            with parts.shielded():
+                for step in range(done + 1, self._total + 1):
+                    parts.before_step(step)
+                    faults.at_boundary(step)
+                    if batches is None:
+                        yield from self._one(step, step)
+                    else:
+                        yield from self._one(step, (step, self._fetch(batches)))
         finally:
             faults.detach()
             self._write_late()

@@ -24,6 +24,7 @@ from everstep.training.boundary import Boundary
 from everstep.training.keeper import Keeper
 from everstep.training.parts import Faults, NoFaults
 from everstep.training.run import Run
+from everstep.training.shield import shielded
 
 
 class Ours:
@@ -173,6 +174,10 @@ class MemberParts:
             [t for t in things if isinstance(t, torch.nn.Module)], [t for t in things if hasattr(t, "param_groups")]
         )
         return hooks
+
+    def shielded(self) -> contextlib.AbstractContextManager[None]:
+        """See `Parts.shielded`."""
+        return shielded()
 
     def before_step(self, step: int) -> None:
         """See `Parts.before_step`."""

@@ -114,6 +114,10 @@ class Parts(Protocol):
         """Return the injector of this generation."""
         ...
 
+    def shielded(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around the loop: signals that are meant for whoever leads the job do not end this process."""
+        ...
+
     def before_step(self, step: int) -> None:
         """`step` is next. Raises JobDrained where the job ends before it."""
         ...

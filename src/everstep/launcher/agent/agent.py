@@ -115,7 +115,7 @@ class Agent:
 
     def run(self) -> int:
         """Serve until everything has ended; return the exit code."""
-        self.loop.hear((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD), self._signalled)
+        self.loop.hear((*draining.HEARD, signal.SIGCHLD), self._signalled)
         self.nursery.on_barren = self._barren
         try:
             self.host.start()
@@ -343,6 +343,9 @@ class Agent:
             self.nursery.reap()
             return
         name = signal.Signals(number).name
+        if number == signal.SIGUSR1 and not self.config.wrapped:
+            self.signalled(number)  # it may be a warning: what it means the script knows
+            return
         if self.ending is not None:
             self.ending.again(name)
         elif self.draining.begun:

@@ -35,8 +35,10 @@ from everstep.recovery.core.draining import Agreement
 from everstep.recovery.core.words import Roster
 from everstep.recovery.core.world import Phase, World
 
-SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Those after which a job ends in order; SIGQUIT ends it at once."""
+SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
+"""Those after which a job ends in order. SIGUSR1 is Slurm's word that time is nearly up: as SIGTERM."""
+HEARD = (*sorted(SIGNALS), signal.SIGQUIT)
+"""SIGQUIT ends it at once."""
 FOR_THE_STEP = 0.5
 """This share of the grace time."""
 _GOES_ON = (Phase.RUNNING, Phase.DRAINING, Phase.FINISHING, Phase.ENDED)
@@ -108,7 +110,8 @@ class Draining:
         if self.begun or self._agent.ending is not None:
             return
         grace_s = self._agent.config.grace_s
-        self._number, self._why, self._due_s = number, why, self._clock.now() + grace_s
+        self._number = int(signal.SIGTERM) if number == signal.SIGUSR1 else number
+        self._why, self._due_s = why, self._clock.now() + grace_s
         self._agent.notice(f"{why}: the step that runs ends, and what is done is made durable, within {grace_s:g} s")
         for node in self._others:
             self._tell(node, "begin", number=number, why=why)
@@ -144,6 +147,8 @@ class Draining:
         self._agreement = Agreement(agent.nodes.present, agent.crew.ranks)
         for rank in agent.crew.ranks:
             self._say(rank, "stand")
+        if not agent.crew.ranks:  # this node waits for ranks
+            self._stands(0)
 
     @staticmethod
     def _on_its_way(view: World) -> bool:
@@ -225,9 +230,12 @@ class Draining:
         elif message["kind"] == "drain.stands" and self._agreement is not None:
             newest = self._agreement.rank_stands(rank, int(message["begun"]))
             if newest is not None:
-                for node in self._others:
-                    self._tell(node, "stands", generation=self._generation, begun=newest)
-                self._node_stands(self._agent.nodes.name, newest)
+                self._stands(newest)
+
+    def _stands(self, begun: int) -> None:
+        for node in self._others:
+            self._tell(node, "stands", generation=self._generation, begun=begun)
+        self._node_stands(self._agent.nodes.name, begun)
 
     def on_node_message(self, node: str, message: Message) -> None:
         """See `NodeCompanion.on_node_message`."""

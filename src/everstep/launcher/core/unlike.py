@@ -41,7 +41,7 @@ def refuse(given: Mapping[str, Any]) -> None:
 
 def notices(given: Mapping[str, Any]) -> list[str]:
     """Return what to say of flags that change nothing here, each with the reason."""
-    told: list[str] = []
+    told: list[str] = [str(given["scheduler"])] if given.get("scheduler") else []
     for name, (usual, why) in _AS_TORCH_HAS_IT.items():
         value = given.get(name)
         if value is not None and not usual(value):
