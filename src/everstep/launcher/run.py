@@ -161,14 +161,12 @@ def _meet(
     config: LaunchConfig, endpoint: Endpoint, version: str, loop: Loop, nursery: Nursery
 ) -> tuple[Membership, LaunchConfig]:
     """Come together with the agents of the other nodes; nothing of the job exists before all are here."""
-    meeting = Meeting(loop, endpoint, nursery.reap)
+    meeting = Meeting(loop, endpoint, nursery.reap, nursery.spared.add)
     limits = {
         "soft_s": config.soft_timeout_s, "hard_s": config.hard_timeout_s, "first_s": config.first_timeout_s,
         "automatic": False,
     }  # fmt: skip
     joined = meeting.join(config.terms(version), limits, config.local_addr)
-    if meeting.hub_pid:
-        nursery.spared.add(meeting.hub_pid)
     nursery.home = f"{nursery.home}/{joined.name}"  # machines with one boot id (containers) may number alike
     config = replace(config, local_addr=joined.present[joined.name], at_work=joined.at_work)
     told = {name: f"{name} at {address}" for name, address in joined.present.items()}

@@ -82,9 +82,11 @@ class Arrival:
 class Meeting:
     """This agent's way to the others, and its hold of the hub where it has started that."""
 
-    def __init__(self, loop: Loop, endpoint: Endpoint, reap: Callable[[], None]) -> None:
-        """`reap` buries what dies while we wait."""
-        self._loop, self._endpoint, self._reap = loop, endpoint, reap
+    def __init__(
+        self, loop: Loop, endpoint: Endpoint, reap: Callable[[], None], started: Callable[[int], None]
+    ) -> None:
+        """`reap` buries what dies while we wait; `started` is told the process id of our hub, which outlives us."""
+        self._loop, self._endpoint, self._reap, self._started = loop, endpoint, reap, started
         self._starter: Link | None = None
         self._taken: ConfigurationError | None = None  # why we could not open the end point
         self.hub_pid = 0
@@ -134,6 +136,7 @@ class Meeting:
         except LinkClosed:
             raise ConfigurationError("the hub's process ended before it began; see what it printed") from None
         self._starter = ours
+        self._started(self.hub_pid)
 
     def linger(self) -> None:
         """Our part is done: let the hub serve those that are a moment behind. It ends with the last of them."""

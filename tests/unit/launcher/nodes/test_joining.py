@@ -18,7 +18,7 @@ def join(port, host="127.0.0.1", hosts=False, **limits):
     loop = Loop(SYSTEM)
     try:
         endpoint = Endpoint(host, port, hosts, 1, **({"connect_s": 0.5, "join_s": 1.0} | limits))
-        return Meeting(loop, endpoint, lambda: None).join({"nnodes": 2}, {}, None)
+        return Meeting(loop, endpoint, lambda: None, lambda pid: None).join({"nnodes": 2}, {}, None)
     finally:
         loop.close()
 
