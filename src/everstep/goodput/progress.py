@@ -348,9 +348,13 @@ class Progress:
         self._advised = True
         rank = "a rank" if event.injured_rank is None else f"rank {event.injured_rank}"
         mend = 'run.phase("name") or run.paused() around it, or a longer --soft-timeout'
-        if not self._wrapped:
+        if event.text.startswith(_OF_A_MONITOR):
             mend = f"a longer timeout of its rank monitor ({event.text})"
         self.say(f"{rank} made no progress{_for(silent_s)}, which is taken for a hang; if it was only slow: {mend}")
+
+
+_OF_A_MONITOR = ("no heartbeat", "no first heartbeat", "no section", "section ")
+"""How a fault is told that a script's own rank monitor has named."""
 
 
 def _told(fault: _Fault, back: str) -> str:

@@ -143,6 +143,18 @@ def test_a_line_for_each_kind_of_fault(pipe, notice, why, line, steps):
     assert shown == [f"everstep: {line.format(back=back)}"]
 
 
+@pytest.mark.parametrize(
+    "text", ["section 'save' is open for 9.1 s, idle; limit 9.0 s", "no heartbeat for 3.1 s, idle"]
+)
+def test_where_a_script_has_given_itself_a_limit_that_is_what_to_raise(pipe, text):
+    read, write = pipe
+    progress = Progress(write, terminal=False)
+    progress.write(event(0.5, STARTED))
+    hang = FaultNoticed(number=0, kind="stall", noticed_by="page", injured_rank=1, text=text, last_mark_s=1.5)
+    progress.write(event(5.0, hang))
+    assert f"if it was only slow: a longer timeout of its rank monitor ({text})" in told(read)
+
+
 def test_a_second_fault_on_the_way_back_lengthens_the_first(pipe):
     read, write = pipe
     progress = Progress(write, terminal=False)

@@ -66,6 +66,19 @@ def test_the_end_is_not_judged():
     assert run(judge, 20.0, waiting=False) == []
 
 
+def test_a_limit_of_a_script_s_own_ages_too_and_is_not_raised():
+    """A heartbeat that does not come: seen last 2 s before its limit was over."""
+    judge = begun()
+    monitor = {"phase": "none", "monitor": "no heartbeat", "monitor_limit_s": 4.0, "deaf": True, "place": "x.py:3"}
+    judge.take(view(0, **monitor, monitor_s=2.0, waiting=True), 1.0)
+    judge.take(view(1, **monitor, monitor_s=2.0, waiting=False), 1.0)
+    assert judge.look(2.5) == []
+    ((message, rank),) = judge.look(3.5)
+    assert (message["kind"], rank) == ("condemn", 1)
+    assert message["text"] == "no heartbeat for 4.5 s, idle; limit 4.0 s"
+    assert judge.learned.raised_s == 0
+
+
 def test_a_look_ages_while_it_lies_here():
     judge = begun()
     judge.take(view(0, waiting=True), 1.0)
