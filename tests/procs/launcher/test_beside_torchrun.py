@@ -10,14 +10,19 @@ import pytest
 pytestmark = [pytest.mark.procs, pytest.mark.long]
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 from torch.distributed.elastic.multiprocessing.errors import record
 @record
 def main():
     what, place = sys.argv[1:3]
     rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     print(f"loss of rank {rank} attempt {attempt} place {place} role {os.environ['ROLE_NAME']}")
-    if rank != "1" or (what == "once" and attempt == "1"):
+    if rank != "1":
+        open(f"printed-{rank}-{attempt}", "w").close()
+        return
+    while not os.path.exists(f"printed-0-{attempt}"):  # else it may be ended before it has printed
+        time.sleep(0.01)
+    if what == "once" and attempt == "1":
         return
     if what in ("raise", "once"):
         raise ValueError("the third batch is bad")
