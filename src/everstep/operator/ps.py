@@ -5,13 +5,11 @@ import json
 import sys
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from everstep.errors import ExitCode
 from everstep.operator.asking import ask
 from everstep.operator.core.rows import COLUMNS, head, rows, silent
 from everstep.operator.finding import HELP, find
+from everstep.operator.screen import console, table
 from everstep.telemetry import say
 
 
@@ -33,12 +31,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(told) + "\n")
     else:
-        table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
-        for row in rows(told):
-            table.add_row(*row)
-        console = Console(highlight=False, markup=False)
-        console.print(head(told))
-        console.print(table)
+        screen = console()
+        screen.print(head(told))
+        screen.print(table(COLUMNS, rows(told)))
     if silent(told):
         sys.stdout.flush()
         say(silent(told))

@@ -8,8 +8,8 @@ from typing import Any
 
 from everstep.errors import ExitCode
 from everstep.operator.asking import ask
-from everstep.operator.core.groups import groups, lines
-from everstep.operator.core.rows import silent
+from everstep.operator.core.groups import groups, lines, place
+from everstep.operator.core.rows import plain, silent
 from everstep.operator.finding import HELP, find
 from everstep.telemetry import say
 
@@ -51,7 +51,7 @@ def _others(rank: Mapping[str, Any]) -> list[str]:
     threads: Sequence[Mapping[str, Any]] = [thread for thread in rank["threads"] if not thread["first"]]
     told: list[str] = []
     for thread in threads:
-        told += [f"rank {rank['rank']}, thread {thread['name']}"]
-        told += [f"    {file}:{line} in {function}" for file, line, function in thread["frames"]]
+        told += [f"rank {rank['rank']}, thread {plain(thread['name'])}"]
+        told += [place(*frame) for frame in thread["frames"]]
         told.append("")
     return told

@@ -3,10 +3,10 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -14,10 +14,11 @@ from rich.text import Text
 from everstep.clock import SYSTEM
 from everstep.errors import ExitCode
 from everstep.operator.asking import ask
-from everstep.operator.core.frame import NODE_COLUMNS, RANK_COLUMNS, TIER_COLUMNS, Frame, Row, frame
+from everstep.operator.core.frame import NODE_COLUMNS, RANK_COLUMNS, TIER_COLUMNS, Frame, frame
 from everstep.operator.core.reach import NobodyThere, Reach
 from everstep.operator.core.rows import head, silent
 from everstep.operator.finding import HELP, find
+from everstep.operator.screen import console, table
 from everstep.telemetry import say
 
 INTERVAL_S = 1.0
@@ -62,8 +63,7 @@ def _once(reach: Reach, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.write(json.dumps(told) + "\n")
     else:
-        console = Console(highlight=False, markup=False)
-        console.print(_drawn(told, frame(told, None, 0.0, sys.maxsize)))
+        console().print(_drawn(told, frame(told, None, 0.0, sys.maxsize)))
     return ExitCode.FAILED if silent(told) else ExitCode.DONE
 
 
@@ -76,12 +76,12 @@ def _lines(reach: Reach, told: Told) -> None:
 
 
 def _live(reach: Reach, told: Told) -> None:
-    console = Console(highlight=False, markup=False)
+    screen = console()
     before: Told | None = None
     asked_s, passed_s = SYSTEM.now(), 0.0
-    with Live(console=console, auto_refresh=False, screen=True) as live:
+    with Live(console=screen, auto_refresh=False, screen=True) as live:
         while True:
-            room = max(5, console.height - AROUND - len(told["nodes"]))
+            room = max(5, screen.height - AROUND - len(told["nodes"]))
             live.update(_drawn(told, frame(told, before, passed_s, room)), refresh=True)
             SYSTEM.sleep(INTERVAL_S)
             before, told = told, ask(reach, "/v1/ps")
@@ -95,12 +95,12 @@ def _drawn(told: Told, found: Frame) -> Group:
     if silent(told):
         parts.append(Text(silent(told), style="red"))
     if found.nodes:
-        parts += [Text(""), _table(NODE_COLUMNS, found.nodes)]
-    parts += [Text(""), _table(RANK_COLUMNS, found.ranks)]
+        parts += [Text(""), table(NODE_COLUMNS, found.nodes)]
+    parts += [Text(""), table(RANK_COLUMNS, found.ranks)]
     if found.more:
         parts.append(Text(f"and {found.more} more ranks, of which none has been silent for longer"))
     if found.tiers:
-        parts += [Text(""), _table(TIER_COLUMNS, found.tiers)]
+        parts += [Text(""), table(TIER_COLUMNS, found.tiers)]
     for title, lines in (("faults", found.faults), ("notices", found.notices)):
         if lines:
             parts += [
@@ -109,10 +109,3 @@ def _drawn(told: Told, found: Frame) -> Group:
                 *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines),
             ]
     return Group(*parts)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Row]) -> Table:
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -59,6 +59,21 @@ def told(first: int) -> list[dict[str, Any]]:
     )
 
 
+def heard(said: Any) -> list[dict[str, Any]]:
+    """Read what another process has told; LookupError, TypeError or ValueError for what no `told` returns."""
+    return bounded(
+        {
+            "name": str(thread["name"]),
+            "first": bool(thread["first"]),
+            "frames": [
+                [str(file)[-MOST_TEXT:], int(line), str(function)[-MOST_TEXT:]]
+                for file, line, function in thread["frames"][-MOST_FRAMES:]
+            ],
+        }
+        for thread in said
+    )
+
+
 def bounded(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put the first thread first, and leave out what is too much."""
     kept = sorted(found, key=lambda thread: not thread["first"])[:MOST_THREADS]

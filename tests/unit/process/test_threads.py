@@ -56,6 +56,26 @@ def test_each_thread_is_told_of_with_its_place_the_first_one_first_and_none_of_o
     assert function.endswith("wait_here")
 
 
+@pytest.mark.parametrize(
+    "said",
+    [3, "ab", [3], [{}], [{"name": "a", "first": True}], [{"name": "a", "first": True, "frames": [["f", 1]]}],
+     [{"name": "a", "first": True, "frames": [["f", "x", "g"]]}], [{"name": "a", "first": True, "frames": 3}]],
+)  # fmt: skip
+def test_what_another_process_says_is_read_and_not_believed(said):
+    with pytest.raises((LookupError, TypeError, ValueError)):
+        threads.heard(said)
+
+
+def test_what_another_process_tells_comes_as_it_was_and_no_longer():
+    told = threads.told(threading.get_ident())
+    assert threads.heard(told) == told
+    long = [{"name": "a" * 999, "first": True, "frames": [["f" * 999, 1, "g" * 999]] * 999}] * 99
+    found = threads.heard(long)
+    assert len(found) == MOST_THREADS
+    assert {len(thread["frames"]) for thread in found} == {MOST_FRAMES}
+    assert len(found[0]["frames"][0][0]) == len(found[0]["frames"][0][2]) == MOST_TEXT
+
+
 def test_a_stack_without_end_and_threads_without_end_are_cut():
     deep = {"name": "n" * 999, "first": False, "frames": [["f", n, "x"] for n in range(500)]}
     found = bounded([deep] * 100 + [deep | {"first": True}])

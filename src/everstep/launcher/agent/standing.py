@@ -9,7 +9,7 @@ Rule 2: nobody is stopped, signalled or judged for it. A rank whose interpreter 
         told of by the kernel's words and, where it is installed, by py-spy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from everstep.launcher.agent.view import Seen, rank_view
 from everstep.launcher.agent.worker import Worker
 from everstep.process import kernel
 from everstep.process.loop import Loop
+from everstep.process.threads import heard
 
 ANSWER_S = 2.0
 Found = Mapping[str, Any]
@@ -63,8 +64,7 @@ class Standing:
         asking = self._asking
         if asking is None or asking.awaited.get(rank) is not worker:
             return
-        threads: Sequence[Any] = message["threads"]
-        told = {"by": "itself", "why": "", "waiting": bool(message["waiting"]), "threads": list(threads)}
+        told = {"by": "itself", "why": "", "waiting": bool(message["waiting"]), "threads": heard(message["threads"])}
         self._take(asking, rank, worker, told)
 
     def _late(self, asking: _Asking) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from everstep.operator.core.rows import ago, seconds, size, state
+from everstep.operator.core.rows import ago, plain, seconds, size, state
 from everstep.ranks import brief
 
 Found = Mapping[str, Any]
@@ -85,7 +85,7 @@ def _rank(node: str, process: Found, before: Found | None, passed_s: float) -> R
     return (
         str(process["rank"]), node, state(process["state"]), _share(process, before, passed_s),
         size(process["resident_bytes"]), "" if step is None else str(step), ago(process.get("mark_age_s")),
-        str(process.get("phase") or ""),
+        plain(process.get("phase") or ""),
     )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def _tiers(told: Found) -> Iterable[Row]:
         if what in _ENDS and not (what in ("planned", "taken") and row["step"] <= _good(newest, tier)):
             took = seconds(row["seconds"]) if row.get("seconds") else ""
             told_of = f"{what} {ago(row.get('age_s'))}".strip()
-            yield tier, str(row["step"]), told_of, size(row["bytes"]), took, str(row.get("text") or "")[:80]
+            yield tier, str(row["step"]), told_of, size(row["bytes"]), took, plain(row.get("text") or "")[:80]
 
 
 def _end(what: str) -> int:
@@ -159,13 +159,13 @@ def _faults(told: Found) -> Iterable[str]:
         who = "" if fault["rank"] is None else f" of rank {fault['rank']}"
         at = "" if fault["step"] is None else f" after step {fault['step']}"
         first, _, _ = str(fault["text"]).partition("\n")
-        yield f"{ago(fault['age_s'])}: {fault['kind']}{who}{at}, noticed by {fault['noticed_by']}: {first}"
+        yield plain(f"{ago(fault['age_s'])}: {fault['kind']}{who}{at}, noticed by {fault['noticed_by']}: {first}")
 
 
 def _notices(told: Found) -> Iterable[str]:
     found = {str(n["text"]): n for node in told["nodes"] for n in node["notices"] if n["level"] != "info"}
     for notice in _last(found.values(), MOST_NOTICES):
-        yield f"{ago(notice['age_s'])}: {notice['text']}"
+        yield plain(f"{ago(notice['age_s'])}: {notice['text']}")
 
 
 def _last(found: Iterable[Found], most: int) -> Sequence[Found]:

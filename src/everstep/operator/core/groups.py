@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from everstep.operator.core.rows import plain
 from everstep.ranks import brief
 
 Found = Mapping[str, Any]
@@ -99,6 +100,11 @@ def title(group: Group, found: Sequence[Group]) -> str:
     return f"{who}{where}: {does}"
 
 
+def place(file: str, line: int, function: str) -> str:
+    """Return a frame as it is printed."""
+    return f"    {plain(file)}:{line} in {plain(function)}"
+
+
 def lines(group: Group, found: Sequence[Group]) -> list[str]:
     """Return what is printed of a group."""
     facts = [
@@ -106,5 +112,5 @@ def lines(group: Group, found: Sequence[Group]) -> list[str]:
         "" if group.quiet_s is None else f"last mark {group.quiet_s:.1f} s ago",
     ]
     told = ", ".join(fact for fact in facts if fact)
-    frames = [f"    {file}:{line} in {function}" for file, line, function in group.frames]
+    frames = [place(*frame) for frame in group.frames]
     return [title(group, found), *([f"  {told}"] if told else []), *(frames or ["    its stack is not known"])]

@@ -28,14 +28,14 @@ def _row(node: str, process: Found) -> tuple[str, ...]:
     step = process.get("step")
     return (
         node,
-        f"rank {process['rank']}" if process["rank"] is not None else str(process["name"]),
+        f"rank {process['rank']}" if process["rank"] is not None else plain(process["name"]),
         str(process["pid"]),
         state(process["state"]),
         seconds(process["cpu_s"]),
         size(process["resident_bytes"]),
         "" if step is None else str(step),
         ago(process.get("mark_age_s")),
-        str(process.get("phase") or ""),
+        plain(process.get("phase") or ""),
     )
 
 
@@ -49,7 +49,7 @@ def head(told: Found) -> str:
     step = None if any(each is None for each in steps) else min(steps)
     generation = first["generation"]
     parts = [
-        str(first["script"]),
+        plain(first["script"]),
         str(first["phase"]),
         "" if generation is None else f"generation {generation}",
         f"{first['world_size']} ranks on {len(nodes) + len(told['silent'])} nodes"
@@ -64,6 +64,11 @@ def silent(told: Found) -> str:
     """Return a sentence about nodes that have not answered; empty where all have."""
     names = ", ".join(told["silent"])
     return f"{names} did not answer in time: stopped, cut off, or very busy" if names else ""
+
+
+def plain(text: object) -> str:
+    """Return what a job has said without what a terminal would act on."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(text))
 
 
 def state(letter: str) -> str:

@@ -122,6 +122,21 @@ def test_the_last_faults_each_once_the_newest_last():
     assert frame(told(faults=[nobody]), None, 0.0, 9).faults == ("1.0 s ago: death, noticed by pidfd: the store",)
 
 
+def test_what_a_job_says_does_not_act_on_the_terminal():
+    said = "\x1b[2J\x07gone\r\n"
+    notices = [{"level": "error", "text": said, "age_s": 1.0}]
+    process = rank(0, phase=f"phase {said}")
+    shown = frame(
+        told(process, notices=notices, faults=[fault(0, 1.0, text=said)], tiers=[tier("d", "failed", 1, text=said)]),
+        None,
+        0.0,
+        9,
+    )
+    words = [*shown.notices, *shown.faults, *shown.ranks[0], *shown.tiers[0]]
+    assert all(word.isprintable() for word in words)
+    assert sum("gone" in word for word in words) == 4
+
+
 def test_warnings_are_shown_and_what_is_only_said_is_not():
     notices = [{"level": level, "text": level, "age_s": 2.0} for level in ("info", "warning", "error")]
     assert set(frame(told(notices=notices), None, 0.0, 9).notices) == {"2.0 s ago: warning", "2.0 s ago: error"}

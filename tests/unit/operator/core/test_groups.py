@@ -72,6 +72,11 @@ def test_the_stack_the_step_and_the_last_sign_of_the_group_are_shown():
     assert by_ranks[(2,)][1:] == ["    its stack is not known"]
 
 
+def test_a_name_in_a_stack_does_not_act_on_the_terminal():
+    found = groups([rank(0, [["\x1b[2Jt.py", 1, "f\n"]])])
+    assert all(line.isprintable() for line in lines(found[0], found))
+
+
 def test_for_scripts_a_group_is_plain_values():
     (group,) = groups([rank(1, SLEEP)])
     assert group.to_json() == {
