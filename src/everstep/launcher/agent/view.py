@@ -65,8 +65,9 @@ def _processes(agent: Seen, now: float) -> Iterator[dict[str, Any]]:
     yield _process("agent", "agent", os.getpid())
     if agent.nursery.zygotes.pid:
         yield _process("zygote", "zygote", agent.nursery.zygotes.pid)
-    for pid in agent.nursery.spared:
-        yield _process("hub", "hub", pid)
+    for pid in sorted(agent.nursery.spared):
+        if kernel.status(pid) is not None:
+            yield _process("hub", "hub", pid)
     for process in list(agent.nursery.processes.values()):
         worker = process.extra.get("worker")
         if not isinstance(worker, Worker):

@@ -45,9 +45,10 @@ class Server:
         self._loop, self._serve, self._trouble = loop, serve, trouble
         try:
             self._door = _listen(host, port)
-        except OSError as error:
+        except (OSError, ValueError, TypeError) as error:  # or what no name server can be asked for
+            why = getattr(error, "strerror", None) or error
             raise ConfigurationError(
-                f"{host}:{port} cannot be listened at: {error.strerror or error}; name another with --control-endpoint"
+                f"{host}:{port} cannot be listened at: {why}; name another with --control-endpoint"
             ) from None
         self.address: tuple[str, int] = self._door.getsockname()[:2]
         self._lines: dict[_Connection, None] = {}  # the oldest first
@@ -175,7 +176,7 @@ def _listen(host: str, port: int) -> socket.socket:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         door.bind((host, port))
         door.listen(128)
-    except OSError:
+    except BaseException:
         door.close()
         raise
     return door

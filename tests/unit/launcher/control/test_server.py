@@ -231,6 +231,16 @@ def test_without_a_free_descriptor_the_loop_does_not_turn_round_the_door(desk, m
     assert desk.read(line) == (200, {"path": "/v1/ps"})
 
 
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "x" * 300, "ä" * 100, "203.0.113.77", "a\0b"])
+def test_an_address_that_is_not_ours_is_told_with_the_flag(host):
+    loop = Loop(SYSTEM)
+    try:
+        with pytest.raises(ConfigurationError, match="--control-endpoint"):
+            Server(loop, host, 0, lambda request, reply: None, lambda text: None)
+    finally:
+        loop.close()
+
+
 def test_a_port_that_is_another_s_is_told_with_the_flag():
     loop = Loop(SYSTEM)
     try:
