@@ -1,7 +1,4 @@
-"""What a rank says last, before it is killed from inside, is in its log file (W35, long).
-
-The console has it too as far as somebody reads it: it is never waited for.
-"""
+"""What a rank says last, before it is killed from inside, is in its log file and on the console (W35, long)."""
 
 import pytest
 
@@ -35,3 +32,10 @@ def test_no_line_of_an_attempt_is_missing_however_it_ended(start, flag):
         assert (folders[1] / "stdout.log").read_text().splitlines()[-1] == "the last word"
     words = [(folder / "stdout.log").read_text()[-13:] for folder in (ended.run_dir / "logs").glob("attempt_0/*")]
     assert "the last word" in words, "the one that killed itself has said all"
+    if flag == "--tee":
+        shown = sum(
+            (folder / "stdout.log").read_text().count("the last word") for folder in ended.run_dir.glob("logs/*/*")
+        )
+        assert shown >= 3
+        assert ended.out.count("the last word") == shown, "on the console too, all of it"
+        assert ended.out.count("]:line ") >= 3 * 20_000

@@ -142,7 +142,7 @@ class Agent:
                 self.nodes.say(words.Wedged(worker.incarnation, text, self.crew.step()))
         self.nodes.look(now)
         self.host.tick(now)
-        self.crew.show()
+        self.crew.shown.pump()
         self.loop.later(INTERVAL_S, self._tick)
 
     def _look(self, now: float) -> None:
@@ -388,6 +388,7 @@ class Agent:
 
     def _close(self) -> int:
         assert self.ending is not None
+        self.crew.shown.settle(self.clock.now)
         code, reason = self.ending.code, self.ending.reason
         problems = [*self.nodes.problems(), *self.host.problems()]
         if problems:  # most were told when they came: the last words are one line

@@ -10,7 +10,7 @@ from everstep.clock import Clock
 from everstep.launcher.agent import worker as workers
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.process import Process
-from everstep.launcher.agent.tails import Streams, Tail, gathered_in, prefix_of, tails_of
+from everstep.launcher.agent.tails import Shown, Streams, gathered_in, prefix_of, tails_of
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.nodes.core.places import places
@@ -40,7 +40,7 @@ class Crew:
         self._on_word, self._on_gone, self._clock = on_word, on_gone, clock
         self._by_pid: dict[int, Worker] = {}
         self._births: list[Worker] = []
-        self._tails: list[Tail] = []
+        self.shown = Shown()
         self._next_slot = config.nproc
         self._cwd = os.getcwd()  # now: it may be removed while the job runs
         self._logs_failed = False
@@ -90,10 +90,8 @@ class Crew:
         self._by_pid.pop(process.pid, None)
         if worker in self._births:
             self._births.remove(worker)
-        paths = (worker.logs.stdout, worker.logs.stderr) if worker.logs is not None else ()
-        for tail in [t for t in self._tails if t.path in paths]:
-            tail.close()
-            self._tails.remove(tail)
+        if worker.logs is not None:
+            self.shown.ended((worker.logs.stdout, worker.logs.stderr))
         worker.close()
         if process.incarnation is not None:
             self._on_gone(worker, status)
@@ -138,10 +136,10 @@ class Crew:
         environment[PAGE] = f"/proc/{os.getpid()}/fd/{worker.page_fd}"
         shown = (logs.stdout if logs.tee_stdout else "", logs.stderr if logs.tee_stderr else "")
         prefix = prefix_of(self._prefix, config.role, worker.rank, place)
-        self._tails += tails_of(prefix, Streams(shown, (config.stdout_filters, config.stderr_filters)))
+        self.shown.follow(tails_of(prefix, Streams(shown, (config.stdout_filters, config.stderr_filters))))
         if config.cycle_log is not None:
             whole = f"{config.cycle_log[0]}{attempt}{config.cycle_log[1]}"
-            self._tails += gathered_in(whole, f"{worker.rank}: ", (logs.stdout, logs.stderr))
+            self.shown.follow(gathered_in(whole, f"{worker.rank}: ", (logs.stdout, logs.stderr)))
         here = {"cwd": self._cwd, "umask": self._umask}
         arguments = workers.arguments_of(config, place)
         worker.process.send(workers.begin_message(config, worker, environment, assigned, arguments) | here)
@@ -188,8 +186,3 @@ class Crew:
             if not worker.begun:
                 worker.process.expected_end = True
                 worker.process.send({"kind": "world.end"})
-
-    def show(self) -> None:
-        """Show what has been written to files that are also shown."""
-        for tail in self._tails:
-            tail.pump()

@@ -4,19 +4,26 @@
 Rule 1: the worker writes to a file and never waits for a reader; we read behind it, a bounded amount a round.
 Rule 2: nor do we wait: nothing is written unless the console takes it. What it does not take stays in the file, and is
         read when there is room again; memory does not grow with what is shown.
-Rule 3: a closed console ends the showing, not the job (LA-23). A line without an end (a progress bar) is cut.
+Rule 3: what a process that has ended wrote last is shown as its turn comes, after its end too: for the last lines
+        before a crash one reads a console (W35). When the job is over they are waited for while somebody reads.
+Rule 4: a closed console ends the showing, not the job (LA-23). A line without an end (a progress bar) is cut.
 """
 
 import contextlib
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from string import Template
 
 _MOST_A_ROUND = 1 << 16
 _LONGEST_LINE = 1 << 14
 _PIECE = 512  # what POLLOUT promises room for
+MOST_ENDED = 64  # files of ended processes that are kept open for a console that is slow
+QUIET_S, REST_S = (
+    1.0,
+    10.0,
+)  # at the job's end: a console that takes nothing for so long is not waited for; nor any for longer
 
 
 @dataclass(eq=False)
@@ -54,6 +61,12 @@ class Console:
         if self.open:
             self._waiting += data
 
+    def takes(self, limit_s: float) -> bool:
+        """Wait until it takes something, or is closed; False where it has not for so long."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        return not self.open or bool(poll.poll(limit_s * 1000))
+
 
 @dataclass(eq=False)
 class Gathered:
@@ -70,6 +83,11 @@ class Gathered:
         if data:
             with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:
                 file.write(data)
+
+    def takes(self, limit_s: float) -> bool:
+        """At once."""
+        del limit_s
+        return True
 
 
 @dataclass(eq=False)
@@ -105,14 +123,60 @@ class Tail:
             lines = [line for line in lines if any(needle in line for needle in self.needles)]
         self.console.put(b"".join(self.prefix.encode() + line + b"\n" for line in lines))
 
-    def close(self) -> None:
-        """Show the last of it, a line without its end too, as far as the console takes it; let the file go."""
-        if self.pump() and self.rest:
+    def finish(self) -> bool:
+        """Nothing more is written: show the rest, a line without its end too; True when all of it was shown."""
+        if not self.pump():
+            return False
+        if self.rest:
             self._show([self.rest])
-        self.console.clear()
+            self.rest = b""
+        if not self.console.clear():
+            return False
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Let the file go, whatever was shown."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class Shown:
+    """The files that are followed for one node."""
+
+    def __init__(self) -> None:
+        self._living: list[Tail] = []
+        self._ended: list[Tail] = []  # the oldest first
+
+    def follow(self, tails: Iterable[Tail]) -> None:
+        """Follow these too."""
+        self._living += tails
+
+    def ended(self, paths: Container[str]) -> None:
+        """Who wrote these files has ended."""
+        self._ended += [tail for tail in self._living if tail.path in paths]
+        self._living = [tail for tail in self._living if tail.path not in paths]
+        self.pump()
+        for tail in self._ended[: max(0, len(self._ended) - MOST_ENDED)]:
+            tail.close()
+            self._ended.remove(tail)
+
+    def pump(self) -> None:
+        """Show what has been written, as far as it is taken."""
+        self._ended = [tail for tail in self._ended if not tail.finish()]
+        for tail in self._living:
+            tail.pump()
+
+    def settle(self, now: Callable[[], float]) -> None:
+        """The job is over: show the rest while somebody reads, and let all files go. `now`: monotonic seconds."""
+        until = now() + REST_S
+        self._ended, self._living = self._ended + self._living, []
+        self.pump()
+        while self._ended and now() < until and any(tail.console.takes(QUIET_S) for tail in self._ended):
+            self.pump()
+        for tail in self._ended:
+            tail.close()
 
 
 _consoles = {fd: Console(fd) for fd in (1, 2)}
