@@ -85,6 +85,12 @@ class WorldTooSmall(EverstepError):
     exit_code = ExitCode.BAD_NODE
 
 
+class BadNode(EverstepError):
+    """This node may not take part: it is not well, or was left out. Others may go on without it."""
+
+    exit_code = ExitCode.BAD_NODE
+
+
 class StateMismatch(EverstepError):
     """Saved state does not fit the objects it is to be restored into; the message names the keys."""
 

@@ -16,6 +16,7 @@ from everstep.errors import ConfigurationError, UsageError
 from everstep.launcher.control.core.place import LOOPBACK, Place, place_of
 from everstep.launcher.core.unlike import grace_s
 from everstep.launcher.nodes.core.endpoint import Endpoint, backend_of, endpoint_of
+from everstep.launcher.nodes.core.lemon import MOST, WITHIN_S
 from everstep.launcher.nodes.core.register import WIRE
 from everstep.recovery.core.words import Policy
 from everstep.telemetry import more_room
@@ -50,6 +51,10 @@ class LaunchConfig:
     nnodes: int = 1  # at most at work
     least_nodes: int | None = None  # with how few of them it may begin and go on; None: it takes all
     spare_nodes: int = 0  # beyond them, that wait
+    lemon_faults: int = MOST  # so many of one node's ranks, within so long, leave it out; 0: never
+    lemon_window_s: float = WITHIN_S
+    health_check: str | None = None  # a command, before this node joins
+    base_dir: Path | None = None  # the run folder as it was named: what a job remembers lies there
     at_work: tuple[str, ...] = ()  # the nodes that have begun with ranks, when they are known
     endpoint: Endpoint | None = None  # where the agents of several nodes meet
     local_addr: str | None = None
@@ -87,6 +92,11 @@ class LaunchConfig:
             raise UsageError(f"--spares {self.spares}: give 0 or more.")
         if self.spare_nodes < 0:
             raise UsageError(f"--spare-nodes {self.spare_nodes}: give 0 or more.")
+        if self.lemon_faults < 0 or not self.lemon_window_s > 0:
+            raise UsageError(
+                f"--lemon-faults {self.lemon_faults} --lemon-window {self.lemon_window_s:g}: give a number of faults, "
+                "0 to leave no node out, and seconds, more than 0."
+            )
         if self.max_restarts is not None and self.max_restarts < 0:
             raise UsageError(f"--max-restarts {self.max_restarts}: give 0 or more, or leave it out.")
         self._check_shrinking()
@@ -244,6 +254,9 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
         nnodes=int(flags["nodes"]),
         least_nodes=flags.get("least_nodes"),
         spare_nodes=int(flags.get("spare_nodes") or 0),
+        lemon_faults=int(flags.get("lemon_faults", MOST)),
+        lemon_window_s=float(flags.get("lemon_window", WITHIN_S)),
+        health_check=flags.get("health_check"),
         endpoint=endpoint_of(flags) if flags["nodes"] + int(flags.get("spare_nodes") or 0) > 1 else None,
         local_addr=flags.get("local_addr"),
         spares=(1 if wrapped else 0) if spares is None else spares,

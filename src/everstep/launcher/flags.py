@@ -16,6 +16,7 @@ from torch.distributed.run import determine_local_world_size, get_args_parser, p
 from everstep.errors import UsageError
 from everstep.launcher.core.slurm import fill
 from everstep.launcher.core.unlike import refuse
+from everstep.launcher.nodes.core.lemon import MOST, WITHIN_S
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,6 +63,20 @@ def _built(extensions: Sequence[str]) -> tuple[argparse.ArgumentParser, list[Fin
         default=0,
         help="Nodes beyond those of --nnodes that wait, their processes warm, and take the ranks of a lost one.",
     )
+    add(
+        "health-check",
+        type=str,
+        default=None,
+        help="A command that each node runs before it joins; where it fails that node ends with code 75, others go on.",
+    )
+    add(
+        "lemon-faults",
+        type=int,
+        default=MOST,
+        help="Faults of one node's ranks within --lemon-window that have it left out, where others can do without it "
+        "(default 3; 0: never).",
+    )
+    add("lemon-window", type=float, default=WITHIN_S, help="Seconds (default 3600).")
     add(
         "min-world-size",
         type=int,

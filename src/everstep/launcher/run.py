@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -12,9 +13,9 @@ from pathlib import Path
 
 from everstep import environ
 from everstep.clock import SYSTEM
-from everstep.errors import ConfigurationError, EverstepError, ExitCode
+from everstep.errors import BadNode, ConfigurationError, EverstepError, ExitCode
 from everstep.events import Notice, RunStarted
-from everstep.launcher import imports
+from everstep.launcher import fitness, imports, left_out
 from everstep.launcher.again import Job
 from everstep.launcher.agent.agent import Agent
 from everstep.launcher.agent.nursery import Nursery
@@ -94,6 +95,7 @@ def _run(
     config = named(from_flags(flags), job)
     riding = riders(config)  # what is refused leaves no folder behind
     line: Membership | None = None
+    config = _fit(config, flags.get("run_dir"))
     if config.endpoint is not None:
         line, config = _meet(config, config.endpoint, version, loop, nursery)
     run_dir = run_folder(flags.get("run_dir"), line.name if line is not None and line.number else "")
@@ -155,6 +157,17 @@ def _preloads(
 def named(config: LaunchConfig, job: str) -> LaunchConfig:
     """Give a job of one node that was given no name a name of its own, as torchrun does."""
     return replace(config, run_id=job) if config.run_id == UNNAMED and not config.several else config
+
+
+def _fit(config: LaunchConfig, run_dir: str | None) -> LaunchConfig:
+    """See that this node may take part. Raises BadNode. The configuration knows from then on where that is written."""
+    named_dir = run_dir or environ.get("EVERSTEP_RUN_DIR")
+    base = None if named_dir is None else Path(named_dir).absolute()
+    if config.several and base is not None and (known := left_out.why(base, socket.gethostname())):
+        raise BadNode(known)
+    if config.health_check:
+        fitness.check(config.health_check)
+    return replace(config, base_dir=base)
 
 
 def _meet(

@@ -256,3 +256,46 @@ def test_a_range_of_nodes_begins_with_who_comes_in_time_and_goes_on_with_fewer(n
     places = [(n["own"]["LOCAL_RANK"], n["own"]["GROUP_RANK"], n["own"]["GROUP_WORLD_SIZE"]) for n in last]
     assert places == [("0", "0", "1"), ("1", "0", "1")]
     assert len(first.of("end")) == 2
+
+
+LEMON = """
+@everstep.resilient
+def train(run):
+    note("enter", generation=run.generation, world=run.world_size)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in run.steps(30, model=model, optimizer=optimizer):
+        dist.all_reduce(torch.ones(1))
+        if "job1" in os.environ["NOTES"] and step % 5 == 4 and step // 5 == run.generation: os.kill(os.getpid(), 9)
+        note("step", step=step, generation=run.generation)
+        time.sleep(0.05)
+    note("end")
+train()
+"""
+
+
+@pytest.mark.long
+def test_a_node_whose_ranks_fault_again_and_again_is_left_out_and_not_let_in_again(nodes, start):
+    """Its third fault is one too many: a spare node has its rank from then on. One that fails its check never joins."""
+    flags = ("--spare-nodes", "1", "--rdzv-conf", "last_call_timeout=240", "--lemon-faults", "3")
+    own = [("--node-rank", str(number)) for number in range(3)]
+    job = nodes(LEMON, 2, *flags, own=own)
+    job.jobs[1].process.wait(200)
+    lemon = job.jobs[1].ended()
+    assert lemon.code == 75, lemon.err[-2000:]
+    assert "node-1 is left out: 3 faults of its ranks within 3600 s" in lemon.err
+    again = start(
+        LEMON, "--nnodes", "2", "--rdzv-endpoint", job.endpoint, *flags, "--node-rank", "1", again=job.jobs[1]
+    )
+    refused = again.ended()
+    assert refused.code == 75
+    assert "was left out of this job: node-1 is left out" in refused.err
+    check = ("--health-check", "echo bad; exit 3", "--node-rank", "1")
+    unfit = start(LEMON, "--nnodes", "2", "--rdzv-endpoint", job.endpoint, *flags, *check).ended()
+    assert (unfit.code, unfit.run_dir.exists()) == (75, False)
+    assert "this node does not join: --health-check 'echo bad; exit 3' ended with 3 (bad)." in unfit.err
+    first, spare = job.jobs[0].ended(), job.jobs[2].ended()
+    good([first, spare])
+    (taken,) = spare.of("enter")
+    assert taken["generation"] in (3, 4)  # 4: a spare of its node had its rank for a moment
+    assert len(first.of("end")) == len(spare.of("end")) == 1

@@ -256,6 +256,7 @@ class Agent:
         if worker is None and fault.kind == "death":  # of another node: ours have waited for it since their last step
             mark_s = max((w.marked_s or 0.0 for w in self.crew.ranks.values()), default=0.0) or None
         self.telemetry.emit(ledger.fault(fault, mark_s))
+        self.nodes.faulted(fault, self.clock.now())
 
     def _enter(self, roster: words.Roster) -> None:
         store = self.nodes.store_of(roster)

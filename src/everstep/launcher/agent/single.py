@@ -157,6 +157,9 @@ class Single:
         """See `Nodes.exclude`: there is no other node, so the job ends and the scheduler may replace this one."""
         self.say(words.EndRequested(int(ExitCode.BAD_NODE), f"{text}; the job has no other node"))
 
+    def faulted(self, fault: words.Fault, now: float) -> None:
+        """See `Nodes.faulted`: there is no other node."""
+
     def problems(self) -> Sequence[str]:
         """See `Nodes.problems`."""
         return ()

@@ -8,15 +8,18 @@ Rule 3: a node that is gone is not waited for: a spare node takes its ranks, els
 """
 
 import signal
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from everstep.errors import ExitCode
+from everstep.launcher import left_out
 from everstep.launcher.agent.single import Agent
 from everstep.launcher.agent.stores import STORE
 from everstep.launcher.core.limits import Own, Verdict
 from everstep.launcher.nodes.api import Address
+from everstep.launcher.nodes.core.lemon import Lemon, spared
 from everstep.launcher.nodes.membership import Membership
 from everstep.ranks import brief
 from everstep.recovery.api import Message
@@ -40,6 +43,9 @@ class Together:
         self._viewed_s = 0.0
         self._own: Own | None = None
         self.cut_off = False
+        self._leaving = frozenset[str]()  # nodes that are left out, and may still be here
+        config = agent.config
+        self._lemon = Lemon(config.lemon_faults, config.lemon_window_s)
         self._asked_to_end = False  # here, by a signal that our workers have had
 
     @property
@@ -254,8 +260,38 @@ class Together:
         if command.code != 0:
             self._line.say(words.EndRequested(command.code, command.reason))
 
+    def faulted(self, fault: words.Fault, now: float) -> None:
+        """See `Nodes.faulted`: each node counts its own, and wishes to leave when it is enough."""
+        holders = {member.rank: member.node for member in self._agent.world.members}
+        if fault.rank is None or holders.get(fault.rank) != self.name or self.name in self._leaving:
+            return
+        if self._lemon.fault(fault.generation, now):
+            self._line.leaves()
+
+    def node_leaves(self, node: str) -> None:
+        """See `membership.Agent.node_leaves`: wishes are judged in the one order of all facts, so alike everywhere."""
+        agent, policy = self._agent, self._agent.world.policy
+        least = policy.world_size if policy.min_world_size is None else policy.min_world_size
+        share = policy.local_world_size or 1
+        leaving = self._leaving & self.present.keys()
+        if node in leaving or node not in self.present:
+            return
+        if not spared(len(self.present), len(leaving), least, share):
+            if node == self.name:
+                agent.notice(f"{node} has had {self._lemon}: it stays, for too few would be left", "warning")
+            return
+        self._leaving = leaving | {node}
+        if node == self.name:
+            self.exclude(f"{node} is left out: {self._lemon} (--lemon-faults)")
+
     def exclude(self, text: str) -> None:
         """See `Nodes.exclude`: for the others this node is lost, once all that ran here has ended."""
+        config, host = self._agent.config, socket.gethostname()
+        if config.base_dir is not None:
+            try:
+                left_out.remember(config.base_dir, host, text, self._agent.loop.clock.wall())
+            except OSError as error:
+                self._agent.notice(f"that {host} is left out cannot be written down: {error.strerror}", "warning")
         self.cut_off = True
         self._line.over = True
         self._agent.end(words.End(int(ExitCode.BAD_NODE), f"{text}; the others go on without {self.name}"))

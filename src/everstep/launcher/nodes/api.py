@@ -80,6 +80,10 @@ class Nodes(Protocol):
         """This node shall take no part any more: its ranks end here, and go to others where there are any."""
         ...
 
+    def faulted(self, fault: words.Fault, now: float) -> None:
+        """A generation has ended by this fault, as far as is known now."""
+        ...
+
     def problems(self) -> Sequence[str]:
         """What went wrong on other nodes and must show in the exit status, a sentence each."""
         ...

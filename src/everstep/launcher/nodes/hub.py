@@ -262,7 +262,7 @@ class Hub:
         if fact["is"] == "gone":
             for incarnation in self._members.get(fact["node"], ()):
                 self._judge.hear({"is": "Died", "incarnation": incarnation})
-        elif fact["is"] not in ("kept", "drained", "came"):
+        elif fact["is"] not in ("kept", "drained", "came", "leaves"):
             self._judge.hear(fact)
 
     def _to_all(self, message: Mapping[str, Any]) -> None:

@@ -40,6 +40,10 @@ class Agent(Protocol):
         """The job runs in `generation`, whose roster is heard next; `present` is who is here."""
         ...
 
+    def node_leaves(self, node: str) -> None:
+        """A node wishes to be left out."""
+        ...
+
     def node_came(self, node: str, who: str) -> None:
         """`present` has one more."""
         ...
@@ -134,6 +138,10 @@ class Membership:
         """Nothing intended is outstanding here."""
         self._fact({"is": "drained", "generation": generation, "node": self.name, "problems": list(problems)})
 
+    def leaves(self) -> None:
+        """This node had better be left out."""
+        self._fact({"is": "leaves", "node": self.name})
+
     def serves(self, address: Address | None) -> None:
         """Our store serves there; None: it does not any more."""
         self._fact({"is": "store", "address": None if address is None else list(address)})
@@ -204,6 +212,7 @@ class Membership:
         special: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
             "gone": self._hear_gone,
             "came": self._hear_came,
+            "leaves": lambda told: self._listener.node_leaves(str(told["node"])),
             "kept": self._hear_kept,
             "drained": self._hear_drained,
         }

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from everstep.launcher.agent.together import Together
+from everstep.launcher.config import LaunchConfig
 from everstep.launcher.nodes.joining import Joined
 from everstep.launcher.nodes.membership import Membership
 from everstep.recovery.core import words
@@ -29,6 +30,7 @@ class Agent:
         )
         self.world = SimpleNamespace(phase=phase, members=members, roster=Roster(0, 0, members))
         self.processes = [Process(name) for name in ("worker-0", "writer-0", "spare-3", "store")]
+        self.config = LaunchConfig(script="s")
         self.nursery = SimpleNamespace(processes=dict(enumerate(self.processes)))
         self.loop = SimpleNamespace(clock=SimpleNamespace(now=lambda: 0.0), later=lambda delay_s, call: None)
         self.ending, self.ends, self.told = None, [], []

@@ -14,7 +14,7 @@ from typing import Any
 from everstep.recovery.core.words import UNKNOWN_STATUS
 
 Fact = Mapping[str, Any]
-_VOID = ("came", "gone")
+_VOID = ("came", "gone", "leaves")
 
 
 @dataclass
