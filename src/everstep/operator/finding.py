@@ -2,12 +2,13 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from everstep import environ
-from everstep.errors import UsageError
+from everstep.errors import EverstepError, UsageError
 from everstep.goodput.log import RUNS
-from everstep.operator.core.reach import NobodyThere, Reach, choose, endpoint
+from everstep.operator.core.reach import NobodyThere, Reach, choices, endpoint
 from everstep.recovery.control_file import NAME, ControlFile
 
 KNOCK_S = 2.0
@@ -30,7 +31,7 @@ def find(run: str | None) -> Reach:
             f"{folder} has no {NAME}: its job is over, never began, or was started with --control-endpoint none; "
             f"`everstep report {folder}` tells what there was"
         )
-    return choose(found, socket.gethostname())
+    return _who_listens(choices(found, socket.gethostname()))
 
 
 def _newest() -> Reach:
@@ -40,7 +41,22 @@ def _newest() -> Reach:
     if not running:
         where = given or f"{RUNS}/"
         raise UsageError(f"no RUN was given, and no job of {where} goes on; name its run folder, or HOST:PORT")
-    reaches = [find(str(folder)) for _, folder in sorted(running, reverse=True)]
+    reaches: list[Reach] = []
+    errors: list[EverstepError] = []
+    for _, folder in sorted(running, reverse=True):
+        try:
+            reaches.append(find(str(folder)))
+        except EverstepError as error:  # of another machine, or of another user
+            errors.append(error)
+    if not reaches:
+        raise errors[0]
+    return _who_listens(reaches)
+
+
+def _who_listens(reaches: Sequence[Reach]) -> Reach:
+    """Return the first where somebody does, else the first: who asks it hears why not."""
+    if len(reaches) == 1:
+        return reaches[0]
     return next((reach for reach in reaches if _listens(reach)), reaches[0])
 
 

@@ -36,6 +36,30 @@ def test_a_run_folder_leads_to_its_agent_or_to_the_one_on_this_machine(tmp_path)
     assert find(str(folder)) == Reach("127.0.0.1", 3, "token-3")
 
 
+def test_of_several_agents_one_that_listens_is_asked(tmp_path):
+    """The first node is lost, and has left its file: any of the others answers for all."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        folder = run(tmp_path / "a", 1)
+        run(folder / "node-1", 2)
+        run(folder / "node-2", door.getsockname()[1])
+        assert find(str(folder)).port == door.getsockname()[1]
+    assert find(str(folder)).port == 1, "nobody listens: the first says so"
+
+
+def test_runs_of_other_machines_in_one_folder_are_passed_over(tmp_path):
+    runs = tmp_path / "everstep-runs"
+    run(runs / "theirs", 1, host="elsewhere", written=2000)
+    (runs / "damaged").mkdir()
+    (runs / "damaged" / NAME).write_text("{")
+    with pytest.raises(UsageError, match="damaged"):
+        find(None)
+    (runs / "damaged" / NAME).unlink()
+    with pytest.raises(NobodyThere, match="elsewhere"):
+        find(None)
+    run(runs / "ours", 3, written=1000)
+    assert find(None).port == 3
+
+
 def test_nothing_is_the_newest_run_that_goes_on(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no job of everstep-runs/ goes on"):
         find(None)

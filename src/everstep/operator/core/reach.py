@@ -68,16 +68,23 @@ def endpoint(text: str, token: str | None) -> Reach | None:
     return Reach(match["host"].strip("[]"), int(match["port"]), token)
 
 
-def choose(found: Sequence[Listed], here: str) -> Reach:
-    """Return the end point to ask from the machine `here`. NobodyThere where none can be reached from it."""
-    for one in found:
-        if one.host == here:
-            return Reach("::1" if one.address == "::" else _own(one.address), one.port, one.token)
-    for one in found:
-        if one.address in _ANY:
-            return Reach(one.host, one.port, one.token)
-        if not _loopback(one.address):
-            return Reach(one.address, one.port, one.token)
+def choices(found: Sequence[Listed], here: str) -> list[Reach]:
+    """Return the end points that can be asked from the machine `here`, those on it first.
+
+    NobodyThere where there is none.
+    """
+    own = [
+        Reach("::1" if one.address == "::" else _own(one.address), one.port, one.token)
+        for one in found
+        if one.host == here
+    ]
+    far = [
+        Reach(one.host if one.address in _ANY else one.address, one.port, one.token)
+        for one in found
+        if one.host != here and not _loopback(one.address)
+    ]
+    if own or far:
+        return own + far
     hosts = ", ".join(sorted({one.host for one in found}))
     raise NobodyThere(
         f"the agents of this job answer on loopback alone, on {hosts}, and this is {here}: run the command there, or "

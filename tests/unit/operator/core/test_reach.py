@@ -3,7 +3,7 @@
 import pytest
 
 from everstep.errors import UsageError
-from everstep.operator.core.reach import NobodyThere, Reach, choose, endpoint
+from everstep.operator.core.reach import NobodyThere, Reach, choices, endpoint
 from everstep.recovery.control_file import ControlFile
 
 
@@ -34,21 +34,25 @@ def test_an_end_point_without_a_token_is_refused_with_where_it_lies():
 
 
 @pytest.mark.parametrize(
-    ("found", "reach"),
+    ("found", "reaches"),
     [
-        ([told("127.0.0.1", "here")], ("127.0.0.1", 1)),
-        ([told("0.0.0.0", "here")], ("127.0.0.1", 1)),
-        ([told("10.0.0.1", "here")], ("10.0.0.1", 1)),
-        ([told("127.0.0.1", "there"), told("127.0.0.1", "here", 2)], ("127.0.0.1", 2)),
-        ([told("127.0.0.1", "there"), told("10.0.0.2", "far", 2)], ("10.0.0.2", 2)),
-        ([told("127.0.0.1", "there"), told("0.0.0.0", "far", 2)], ("far", 2)),
+        ([told("127.0.0.1", "here")], [("127.0.0.1", 1)]),
+        ([told("0.0.0.0", "here")], [("127.0.0.1", 1)]),
+        ([told("10.0.0.1", "here")], [("10.0.0.1", 1)]),
+        ([told("127.0.0.1", "there"), told("127.0.0.1", "here", 2)], [("127.0.0.1", 2)]),
+        ([told("127.0.0.1", "there"), told("10.0.0.2", "far", 2)], [("10.0.0.2", 2)]),
+        ([told("127.0.0.1", "there"), told("0.0.0.0", "far", 2)], [("far", 2)]),
+        (
+            [told("10.0.0.2", "far"), told("::", "here", 2), told("127.0.0.1", "here", 3)],
+            [("::1", 2), ("127.0.0.1", 3), ("10.0.0.2", 1)],
+        ),
     ],
 )
-def test_an_agent_here_is_asked_first_and_loopback_elsewhere_never(found, reach):
-    assert choose(found, "here") == Reach(*reach, "t")
+def test_an_agent_here_is_asked_first_and_loopback_elsewhere_never(found, reaches):
+    assert choices(found, "here") == [Reach(*reach, "t") for reach in reaches]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
 def test_where_all_listen_on_loopback_elsewhere_the_words_say_what_to_do(address):
     with pytest.raises(NobodyThere, match=r"on there, and this is here.*--control-endpoint"):
-        choose([told(address, "there")], "here")
+        choices([told(address, "there")], "here")
