@@ -59,11 +59,18 @@ def ft_launcher(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str], *, as_ft_launcher: bool = False) -> int:
     if platform.system() != "Linux":
         raise UsageError("everstep run needs Linux: it watches processes by pidfd and keeps snapshots in memfds.")
-    from everstep import wiring  # noqa: PLC0415 - Linux only, and the other commands stay light without it
-    from everstep.process import kernel  # noqa: PLC0415 - likewise
+    from everstep.launcher import early  # noqa: PLC0415 - Linux only, and the other commands stay light without it
 
-    kernel.hold_standard_streams()
-    return wiring.run(words, as_ft_launcher=as_ft_launcher)
+    try:
+        with early.heard():
+            from everstep import wiring  # noqa: PLC0415 - takes a while: signals are heard before
+            from everstep.process import kernel  # noqa: PLC0415 - likewise
+
+            kernel.hold_standard_streams()
+            return wiring.run(words, as_ft_launcher=as_ft_launcher)
+    except early.Asked as asked:
+        say(f"ended by {asked.name} from outside, before any rank began")
+        return ExitCode.SIGNALLED + asked.number
 
 
 class _Parser(argparse.ArgumentParser):

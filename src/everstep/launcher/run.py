@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from everstep import environ
 from everstep.clock import SYSTEM
 from everstep.errors import BadNode, ConfigurationError, EverstepError, ExitCode
 from everstep.events import Notice, RunStarted
-from everstep.launcher import fitness, imports, left_out
+from everstep.launcher import early, fitness, imports, left_out
 from everstep.launcher.again import Job
 from everstep.launcher.agent.agent import Agent
 from everstep.launcher.agent.nursery import Nursery
@@ -72,12 +71,13 @@ def main(argv: Sequence[str], extensions: Sequence[str], riders: MakeRiders, ver
     except KeyboardInterrupt:
         return int(ExitCode.SIGNALLED) + 2
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C: we are ending as fast as can be
+        early.deaf()
         left = nursery.close()
         if left:
             places = ", ".join(f"{pid} ({kernel.place(pid)})" for pid in left)
             say(f"processes {places} do not end, not even by SIGKILL: they wait inside the kernel")
         loop.close()
+        early.deaf()
 
 
 def _run(
