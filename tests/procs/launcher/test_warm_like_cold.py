@@ -128,14 +128,14 @@ SETS = """
 import os
 os.environ["OMP_NUM_THREADS"] = "2"
 import torch
-print("threads", torch.get_num_threads(), flush=True)
+os.write(1, f"threads {torch.get_num_threads()}\n".encode())
 """
 LAZY = """
 import sys
 there = "rich.table" in sys.modules
 def main():
     import rich.table
-    print("there before:", there, flush=True)
+    sys.stdout.write(f"there before: {there}\n")  # in one piece: both ranks write to one pipe
 main()
 """
 
