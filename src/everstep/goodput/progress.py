@@ -387,6 +387,8 @@ def _which(event: GenerationStarted) -> str:
 
 
 def _what(fault: _Fault) -> str:
+    if fault.kind == "death" and "lack of memory" in fault.text:
+        return f"was {fault.text.partition(': it has')[0]}"
     if fault.kind == "death" and fault.status is not None and fault.status < 0:
         return f"killed ({_signal(-fault.status)})"
     if fault.kind == "death" and fault.status is not None:

@@ -128,14 +128,14 @@ SETS = """
 import os
 os.environ["OMP_NUM_THREADS"] = "2"
 import torch
-os.write(1, f"threads {torch.get_num_threads()}\n".encode())
+os.write(1, f"threads {torch.get_num_threads()}\\n".encode())
 """
 LAZY = """
 import sys
 there = "rich.table" in sys.modules
 def main():
     import rich.table
-    sys.stdout.write(f"there before: {there}\n")  # in one piece: both ranks write to one pipe
+    sys.stdout.write(f"there before: {there}\\n")  # in one piece: both ranks write to one pipe
 main()
 """
 

@@ -36,6 +36,7 @@ from everstep.launcher.core import limits
 from everstep.launcher.nodes.api import Nodes
 from everstep.launcher.nodes.membership import Membership
 from everstep.process.loop import Loop
+from everstep.process.shortage import Shortage
 from everstep.recovery.api import Companion
 from everstep.recovery.core import policy, words, world
 from everstep.telemetry import Telemetry
@@ -76,7 +77,7 @@ class Agent:
         self.roster: words.Roster | None = None
         self.ending: Ending | None = None
         self.stores = Stores(loop, nursery, config.store_place, self.nodes.store_changed, self.nodes.store_failed)
-        self._lost_spares = 0
+        self._lost_spares, self._shortage = 0, Shortage()
         self._completed: int | None = None  # the generation whose last checkpoints are waited for
         self._probed_s = 0.0  # when those that have completed were asked whether they hear
         self._due: float | None = None
@@ -186,7 +187,9 @@ class Agent:
             self._flag_early_exit(worker)
             self.nodes.say(words.Completed(self.roster.generation, worker.incarnation))
         unasked = worker.process.unasked and status != 0 and not worker.raised
-        self.nodes.say(self.world.death_of(worker.incarnation, status, self.crew.step(), unasked=unasked))
+        text = self._shortage.told() if status == -signal.SIGKILL and not worker.process.killed else ""
+        step = self.crew.step()
+        self.nodes.say(self.world.death_of(worker.incarnation, status, step, unasked=unasked, text=text))
         if self.ending is not None:
             self.ending.look()
         elif not worker.begun and self.world.phase is world.Phase.RUNNING:

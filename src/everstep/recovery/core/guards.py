@@ -146,7 +146,7 @@ def blame(world: World, event: Died | Wedged) -> Fault:
     if isinstance(event, Wedged):
         kind, text = "wedged", event.text
     else:
-        kind, text = "left" if event.status == 0 else "death", _ending(event.status)
+        kind, text = "left" if event.status == 0 else "death", event.text or _ending(event.status)
         early = event.stage == "fresh" or (event.generation is not None and event.generation < roster.generation)
     rank = world.ranks[event.incarnation]
     by = f"agent {world.node}"

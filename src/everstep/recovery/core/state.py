@@ -91,11 +91,11 @@ class World:
         return incarnation in self.ranks
 
     def death_of(
-        self, incarnation: Incarnation, status: int, step: int | None = None, *, unasked: bool = False
+        self, incarnation: Incarnation, status: int, step: int | None = None, *, unasked: bool = False, text: str = ""
     ) -> Died:
         """Return what the agent of a dead process shall tell of it."""
         generation = self.roster.generation if self.roster else None
-        return Died(incarnation, status, self.stage_of(incarnation), step, generation, unasked)
+        return Died(incarnation, status, self.stage_of(incarnation), step, generation, unasked, text)
 
     def stage_of(self, incarnation: Incarnation) -> Stage:
         """Say how far this process has come."""

@@ -151,6 +151,7 @@ class Died:
     step: int | None = None  # last step done in the world, as its own agent saw it
     generation: int | None = None  # that `stage` speaks of, the last that its own agent entered; None: the present one
     unasked: bool = False  # it was ending by itself before our own order to end it came
+    text: str = ""  # what its agent knows of it beyond the status
     gone: str = ""  # the node that is lost, and this process with it: the last of its processes of which that is told
 
 
