@@ -5,6 +5,7 @@ stands for a flag that was not given. What stands in the YAML is judged as the f
 """
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from everstep.errors import UsageError
 from everstep.fault_tolerance.config import NOTHING, FaultToleranceConfig, section_of, sections
 from everstep.fault_tolerance.core.terms import DONE, DONE_OTHERWISE, REFUSED, judge
 from everstep.fault_tolerance.storage import paths_of
+from everstep.process.monitor import SETTINGS
 
 TERM_TIMEOUT_S = 1800.0
 """NVRx's time from SIGTERM to SIGKILL where the launcher itself was told to end."""
@@ -108,7 +110,7 @@ def finish(given: dict[str, Any]) -> None:
         settings["rank_section_timeouts"] = sections(settings["rank_section_timeouts"])
     config = asdict(FaultToleranceConfig.from_kwargs(**settings))
     asked = {name: config[name] for name in settings if name in config}
-    given["fault_tolerance"] = asked or None
+    given["fault_tolerance"] = _of_variable() | asked if asked else None
     given["cycle_log"] = _cycle_log(settings.get("per_cycle_applog_prefix"))
     given["ft_cycles"] = {
         "iteration_file": config["checkpoint_iteration_file"], "most": config["max_no_progress_cycles"],
@@ -135,6 +137,17 @@ def _given(given: Mapping[str, Any], name: str) -> Any:
     if value is None and name in ("cfg_path",):
         value = environ.get(f"PET_FT_{name.upper()}")
     return value
+
+
+def _of_variable() -> dict[str, Any]:
+    """Return what workers would find without any flag: a flag takes the place of its own setting alone."""
+    try:
+        found = json.loads(environ.get(SETTINGS) or "{}")
+    except ValueError as error:
+        raise UsageError(f"{SETTINGS} is no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{SETTINGS}={found!r}: a JSON object of settings is expected.")
+    return {str(name): value for name, value in found.items()}
 
 
 def _cycle_log(prefix: str | None) -> list[str] | None:

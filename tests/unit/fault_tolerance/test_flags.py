@@ -71,6 +71,17 @@ def test_flags_come_before_the_file_which_comes_before_defaults(parse, tmp_path,
     assert other["fault_tolerance"] == {"safety_factor": 7.0, "rank_section_timeouts": {"a": 1.0, "b": None}}
 
 
+def test_a_flag_takes_the_place_of_its_own_setting_in_the_variable_alone(parse, monkeypatch):
+    monkeypatch.setenv("EVERSTEP_FAULT_TOLERANCE", '{"safety_factor": 2, "rank_heartbeat_timeout": 50}')
+    assert parse()["fault_tolerance"] is None  # workers inherit it as it is
+    merged = {"safety_factor": 3.0, "rank_heartbeat_timeout": 50}
+    assert parse("--ft-safety-factor", "3")["fault_tolerance"] == merged
+    for wrong in ("{", "[1]"):
+        monkeypatch.setenv("EVERSTEP_FAULT_TOLERANCE", wrong)
+        with pytest.raises(UsageError, match="EVERSTEP_FAULT_TOLERANCE"):
+            parse("--ft-safety-factor", "3")
+
+
 @pytest.mark.parametrize("text", ["no_such_section: 1", None])
 def test_a_file_without_settings_is_refused_unless_it_may_be_missing(parse, tmp_path, text):
     """NVRx goes on with its defaults, without a word, where the section is not there (W37)."""
