@@ -127,6 +127,17 @@ def test_a_second_signal_waits_for_nothing_and_the_words_say_what_is_lost(start,
 
 
 @pytest.mark.long
+def test_sigquit_ends_it_without_a_last_save(start, tmp_path):
+    flags = ("--nproc-per-node", "2", "--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "100000")
+    job = start(TRAIN, *flags)
+    job.wait_for("step", 10)
+    os.kill(job.process.pid, signal.SIGQUIT)
+    ended = job.ended(60)
+    assert ended.code == 131, ended.err
+    assert not [name for name in os.listdir(tmp_path / "ckpt") if name.startswith("step-")]
+
+
+@pytest.mark.long
 def test_without_a_directory_the_words_say_that_nothing_was_written(start):
     job = start(TRAIN, "--nproc-per-node", "2")
     job.wait_for("step", 10)
