@@ -1,6 +1,9 @@
 """The agent's eyes over a page in memory: what is asked, and what the ledger is told. Time is a number."""
 
 import os
+import random
+import signal
+import struct
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +13,8 @@ from everstep.events import LimitLearned, Notice
 from everstep.launcher.agent.watch import INTERVAL_S, Watch
 from everstep.launcher.agent.worker import Worker
 from everstep.launcher.core.limits import Own
+from everstep.process.monitor import AT
+from everstep.process.monitor import SIZE as MONITOR_SIZE
 from everstep.process.page import SIZE, Page
 
 _IDLE = 1  # a process that sleeps: what the kernel says of it is real
@@ -252,3 +257,20 @@ def test_the_stack_of_a_child_that_begins_the_script_is_asked_for_and_of_nobody_
     assert one.worker.speaker == one.worker.process.pid
     one.worker.page.monitor.begin(0, os.getpid(), [], one.now)
     assert one.worker.speaker == one.worker.process.pid, "we are not of its session"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_a_process_writes_into_its_page_nobody_but_itself_is_hurt_by_it(eyes, seed):
+    """It is the user's to write: the agent's look raises nothing, and no other process is sent a signal."""
+    chance = random.Random(seed)
+    one = eyes(deaf=seed % 2 == 0)
+    one.worker.page.monitor.begin(0, one.worker.process.pid, ["a", "b"], one.now)
+    for _ in range(20):
+        at = AT + chance.choice((8 * chance.randrange(14), chance.randrange(MONITOR_SIZE - 8)))
+        word = chance.choice((chance.randbytes(8), struct.pack("=q", chance.choice((-1, 0, 1, 2**62, os.getpid())))))
+        os.pwrite(one.worker.page_fd, word, at)
+        one.now += INTERVAL_S
+        one.watch.observe({0: one.worker}, one.now)
+        assert one.worker.speaker == one.worker.process.pid
+        assert one.worker.dump_by == 0 or signal.SIGRTMIN <= one.worker.dump_by <= signal.SIGRTMAX
+        assert one.worker.requested is None or isinstance(one.worker.requested.text, str)
