@@ -21,6 +21,7 @@ _COMMANDS = {
     "top": "everstep.operator.top",
     "ps": "everstep.operator.ps",
     "drain": "everstep.operator.drain",
+    "exclude": "everstep.operator.exclude",
     "kill": "everstep.operator.kill",
     "stacks": "everstep.operator.stacks",
     "faults": "everstep.faults.commands",

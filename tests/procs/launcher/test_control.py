@@ -243,6 +243,34 @@ def test_any_agent_answers_for_all_nodes_and_one_that_does_not_is_named(start, c
 
 
 @pytest.mark.long
+def test_a_node_is_left_out_where_another_takes_its_ranks_and_stays_where_none_would(start, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+    base = ("--nnodes", "2", "--spare-nodes", "1", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    jobs = [start(TRAIN, *base, "--node-rank", str(number)) for number in range(3)]
+    run = str(jobs[0].run_dir)
+    for job in jobs[:2]:
+        job.wait_for("step")
+    code, _, err = asked(capsys, "exclude", run, "--node", "node-7")
+    assert (code, "it has node-0, node-1, node-2" in err) == (1, True)
+    code, out, err = asked(capsys, "exclude", run, "--node", "node-1", "--json")
+    assert (code, json.loads(out)["node"]) == (0, "node-1"), err
+    left_out = jobs[1].ended()
+    assert left_out.code == 75
+    assert "node-1 is left out: an operator asked" in left_out.err
+
+    def homes():
+        nodes = json.loads(asked(capsys, "ps", run, "--json")[1])["nodes"]
+        return {process["rank"]: node["node"] for node in nodes for process in node["processes"]}
+
+    until(homes, lambda seen: (seen.get(0), seen.get(1)) == ("node-0", "node-2"))
+    code, _, err = asked(capsys, "exclude", run, "--node", "node-0")
+    assert (code, "too few would be left without node-0" in err) == (1, True)
+    assert asked(capsys, "drain", run)[0] == 0
+    assert [jobs[number].ended().code for number in (0, 2)] == [143, 143]
+
+
+@pytest.mark.long
 def test_a_job_runs_as_well_where_its_end_point_cannot_be(start, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = f"127.0.0.1:{other.getsockname()[1]}"

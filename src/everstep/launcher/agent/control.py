@@ -4,6 +4,7 @@
     GET /v1/stacks   where each rank stands
     POST /v1/kill    end a rank's process, or the job
     POST /v1/drain   end the job in order
+    POST /v1/exclude leave a node out
     GET /metrics     this node, for Prometheus
 
     agent ─▶ control.ask {number, what, arguments}     to the companion of this prefix on each other node
@@ -35,7 +36,7 @@ from everstep.launcher.control.core import exposition
 from everstep.launcher.control.core.http import Request, Response, answer, refusal
 from everstep.launcher.control.core.recent import Recent
 from everstep.launcher.control.core.rights import admit
-from everstep.launcher.control.core.wishes import drains, wish_of
+from everstep.launcher.control.core.wishes import drains, node_of, wish_of
 from everstep.launcher.control.server import Answer, Server
 from everstep.process.loop import Loop
 from everstep.recovery import control_file
@@ -110,12 +111,13 @@ class Control:
         self._local: Mapping[str, Callable[[Mapping[str, Any], Then], None]] = {
             "ps": lambda _, then: then(self._look()),
             "stacks": lambda _, then: self._standing.ask(then),
+            "exclude": lambda _, then: self._leave(then),
             "kill": lambda arguments, then: then(self._kill_here(int(arguments["rank"]))),
         }
         self._questions = {what: _Question(what, limit_s) for what, limit_s in (("ps", LOOK_S), ("stacks", STAND_S))}
         self._routes: Mapping[str, Callable[[Request, Answer], None]] = {
             f"/v1/{what}": functools.partial(self._ask, question) for what, question in self._questions.items()
-        } | {"/v1/kill": self._kill, "/v1/drain": self._drain, "/metrics": self._metrics}
+        } | {"/v1/kill": self._kill, "/v1/drain": self._drain, "/v1/exclude": self._exclude, "/metrics": self._metrics}
 
     # -- its life ------------------------------------------------------------------------------------------------
 
@@ -194,6 +196,21 @@ class Control:
             reply(answer({"draining": True, "grace_s": agent.config.grace_s}))
             agent.drain(why="an operator, with everstep drain")
 
+    def _exclude(self, request: Request, reply: Answer) -> None:
+        node, nodes = node_of(request), self._agent.nodes
+        if isinstance(node, Response):
+            reply(node)
+        elif node not in nodes.present:
+            reply(refusal(409, f"this job has no node {node}; it has {', '.join(nodes.present)}"))
+        else:
+            self._ask_one("exclude", {}, node, reply)
+
+    def _leave(self, then: Then) -> None:
+        left = {"node": self._agent.nodes.name, "host": socket.gethostname()}
+        self._agent.nodes.leave(
+            "an operator asked, with everstep exclude", lambda why: then({"why": why} if why else left)
+        )
+
     def _kill_rank(self, rank: int, reply: Answer) -> None:
         """Whoever has it now is asked: the agent of its node."""
         roster = self._agent.roster
@@ -202,12 +219,16 @@ class Control:
             ranks = "it has no ranks yet" if roster is None else f"its ranks are 0 to {roster.world_size - 1}"
             reply(refusal(409, f"this job has no rank {rank}: {ranks}"))
             return
+        self._ask_one("kill", {"rank": rank}, home, reply)
+
+    def _ask_one(self, what: str, arguments: Mapping[str, Any], node: str, reply: Answer) -> None:
+        """Have one node do something; what it says is the answer, or why not."""
 
         def heard(found: Mapping[str, Found]) -> None:
-            told = found.get(home, {"why": f"{home}, where rank {rank} is, did not answer in {LOOK_S:g} s"})
+            told = found.get(node, {"why": f"{node} did not answer in {LOOK_S:g} s"})
             reply(refusal(409, str(told["why"])) if told.get("why") else answer(told))
 
-        self._gather("kill", {"rank": rank}, LOOK_S, heard, [home])
+        self._gather(what, arguments, LOOK_S, heard, [node])
 
     def _kill_here(self, rank: int) -> Found:
         """As from outside: its death is a fault like any other."""

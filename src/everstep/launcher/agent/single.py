@@ -1,6 +1,6 @@
 """A job of one node: whatever is said has been heard, and no socket is opened for it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from everstep.errors import ExitCode
@@ -156,6 +156,10 @@ class Single:
     def exclude(self, text: str) -> None:
         """See `Nodes.exclude`: there is no other node, so the job ends and the scheduler may replace this one."""
         self.say(words.EndRequested(int(ExitCode.BAD_NODE), f"{text}; the job has no other node"))
+
+    def leave(self, why: str, then: Callable[[str], None]) -> None:
+        """See `Nodes.leave`."""
+        then("the job has no other node; end it with everstep drain, or everstep kill --job")
 
     def faulted(self, fault: words.Fault, now: float) -> None:
         """See `Nodes.faulted`: there is no other node."""

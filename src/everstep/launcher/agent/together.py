@@ -9,7 +9,7 @@ Rule 3: a node that is gone is not waited for: a spare node takes its ranks, els
 
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class Together:
         self.cut_off = False
         self._leaving = frozenset[str]()  # nodes that are left out, and may still be here
         config = agent.config
+        self._wish: tuple[str, Callable[[str], None]] | None = None  # an operator's, that this node be left out
         self._lemon = Lemon(config.lemon_faults, config.lemon_window_s)
         self._asked_to_end = False  # here, by a signal that our workers have had
 
@@ -268,9 +269,17 @@ class Together:
         if self._lemon.fault(fault.generation, now):
             self._line.leaves()
 
+    def leave(self, why: str, then: Callable[[str], None]) -> None:
+        """See `Nodes.leave`: judged as a bad node's own wish is."""
+        if self._wish is not None or self.name in self._leaving or self._line.over:
+            then(f"{self.name} is being left out already, or is cut off")
+            return
+        self._wish = why, then
+        self._line.leaves()
+
     def node_leaves(self, node: str) -> None:
         """See `membership.Agent.node_leaves`: wishes are judged in the one order of all facts, so alike everywhere."""
-        agent, policy = self._agent, self._agent.world.policy
+        policy = self._agent.world.policy
         least = policy.world_size if policy.min_world_size is None else policy.min_world_size
         share = policy.local_world_size or 1
         leaving = self._leaving & self.present.keys()
@@ -278,11 +287,26 @@ class Together:
             return
         if not spared(len(self.present), len(leaving), least, share):
             if node == self.name:
-                agent.notice(f"{node} has had {self._lemon}: it stays, for too few would be left", "warning")
+                self._stays()
             return
         self._leaving = leaving | {node}
         if node == self.name:
-            self.exclude(f"{node} is left out: {self._lemon} (--lemon-faults)")
+            why = f"{self._lemon} (--lemon-faults)"
+            if self._wish is not None:
+                why, then = self._wish
+                then("")
+            self.exclude(f"{node} is left out: {why}")
+
+    def _stays(self) -> None:
+        """Too few would be left."""
+        if self._wish is None:
+            self._agent.notice(f"{self.name} has had {self._lemon}: it stays, for too few would be left", "warning")
+            return
+        (_, then), self._wish = self._wish, None
+        then(
+            f"too few would be left without {self.name}: start the job with --nnodes MIN:MAX, --spare-nodes or "
+            "--min-world-size, or end it with everstep drain"
+        )
 
     def exclude(self, text: str) -> None:
         """See `Nodes.exclude`: for the others this node is lost, once all that ran here has ended."""

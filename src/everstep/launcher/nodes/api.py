@@ -1,6 +1,6 @@
 """What an agent asks of its connection to the agents of all nodes, its own included."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from everstep.recovery.api import Message
@@ -78,6 +78,10 @@ class Nodes(Protocol):
 
     def exclude(self, text: str) -> None:
         """This node shall take no part any more: its ranks end here, and go to others where there are any."""
+        ...
+
+    def leave(self, why: str, then: Callable[[str], None]) -> None:
+        """Leave this node out where the others can do without it. `then` hears why not, or "" before it leaves."""
         ...
 
     def faulted(self, fault: words.Fault, now: float) -> None:

@@ -195,7 +195,7 @@ def test_what_cannot_be_killed_is_told_and_nothing_else_is():
         assert (status, "no process now" in told["error"]) == (409, True)
     agents.deaf = {"node-1"}
     status, told = agents.kill(rank=2)
-    assert (status, "node-1, where rank 2 is, did not answer" in told["error"]) == (409, True)
+    assert (status, "node-1 did not answer" in told["error"]) == (409, True)
     agents.controls["node-0"]._agent.roster = None
     assert agents.kill(rank=0)[0] == 409
     assert agents.kill(rank="0")[0] == 400
@@ -208,6 +208,20 @@ def test_the_end_of_the_job_is_said_to_all_and_asks_for_no_other_try():
     (said,) = agents.said
     assert said.code == 93
     assert "operator" in said.reason
+
+
+def test_a_node_is_left_out_by_its_own_agent_where_the_others_can_do_without_it():
+    agents = Agents(3)
+    status, told = agents.post_to("/v1/exclude", {"node": "node-9"})
+    assert (status, "node-0, node-1, node-2" in told["error"]) == (409, True)
+    assert agents.post_to("/v1/exclude", {"node": 1})[0] == 400
+    asked = []
+    agents.controls["node-1"]._agent.nodes.leave = lambda why, then: (asked.append(why), then("too few"))
+    assert agents.post_to("/v1/exclude", {"node": "node-1"}) == (409, {"error": "too few"})
+    agents.controls["node-1"]._agent.nodes.leave = lambda why, then: (asked.append(why), then(""))
+    status, told = agents.post_to("/v1/exclude", {"node": "node-1"})
+    assert (status, told["node"]) == (200, "node-1")
+    assert asked == ["an operator asked, with everstep exclude"] * 2
 
 
 def test_a_job_is_drained_once_and_not_where_it_ends():

@@ -10,7 +10,7 @@ from everstep.launcher.config import LaunchConfig
 from everstep.launcher.nodes.joining import Joined
 from everstep.launcher.nodes.membership import Membership
 from everstep.recovery.core import words
-from everstep.recovery.core.words import Incarnation, Member, Roster
+from everstep.recovery.core.words import Incarnation, Member, Policy, Roster
 from everstep.recovery.core.world import Phase
 
 
@@ -48,6 +48,41 @@ class Agent:
 
     def notice(self, text, level="info"):
         pass
+
+
+def wished(agent):
+    heard = []
+    said = []
+    agent.pipe.stream.send = said.append
+    agent.nodes.leave("an operator asked", heard.append)
+    leaves = [message["fact"] for message in said if message["kind"] == "fact" and message["fact"]["is"] == "leaves"]
+    return heard, leaves
+
+
+def test_a_node_that_is_to_leave_says_so_to_all_and_answers_before_it_goes():
+    agent = Agent(Phase.RUNNING)
+    agent.world.policy = Policy(world_size=2, min_world_size=1, local_world_size=1)
+    heard, leaves = wished(agent)
+    assert (heard, leaves) == ([], [{"is": "leaves", "node": "node-0"}])
+    assert wished(agent)[0] == ["node-0 is being left out already, or is cut off"]
+    ends = agent.ends
+    agent.nodes._wish = (agent.nodes._wish[0], lambda why: heard.append((why, list(ends))))
+    agent.nodes.node_leaves("node-0")
+    assert heard == [("", [])], "the answer goes out while there is a line"
+    (end,) = agent.ends
+    assert end.code == 75
+    assert end.reason.startswith("node-0 is left out: an operator asked")
+
+
+def test_a_node_stays_where_too_few_would_be_left_and_may_be_asked_again():
+    agent = Agent(Phase.RUNNING)
+    agent.world.policy = Policy(world_size=2, local_world_size=1)
+    for _ in range(2):
+        heard, _ = wished(agent)
+        agent.nodes.node_leaves("node-0")
+        (why,) = heard
+        assert "too few would be left without node-0" in why
+    assert agent.ends == []
 
 
 @pytest.mark.parametrize("phase", [Phase.GATHERING, Phase.PUBLISHING, Phase.RUNNING, Phase.DRAINING])

@@ -14,6 +14,7 @@ ROUTES: Mapping[str, tuple[str, bool]] = {
     "/v1/stacks": ("GET", True),
     "/v1/kill": ("POST", True),
     "/v1/drain": ("POST", True),
+    "/v1/exclude": ("POST", True),
     "/metrics": ("GET", False),
 }
 """Path: the method, and whether the token is needed."""

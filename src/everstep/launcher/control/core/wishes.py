@@ -23,6 +23,18 @@ def drains(request: Request) -> Response | None:
     return refusal(400, "send {}: a drain knows nothing else") if body else None
 
 
+def node_of(request: Request) -> str | Response:
+    """Read `{"node": NAME}`."""
+    try:
+        body = request.json()
+    except ValueError:
+        body = {}
+    node = body.get("node")
+    if set(body) != {"node"} or not isinstance(node, str) or not node:
+        return refusal(400, 'send {"node": NAME}, as everstep ps has it')
+    return node
+
+
 def wish_of(request: Request) -> Kill | Response:
     """Read `{"rank": N}` or `{"job": true}`; a refusal for anything else: nothing is guessed where something ends."""
     try:
