@@ -78,6 +78,7 @@ class Agent:
         self.ending: Ending | None = None
         self.stores = Stores(loop, nursery, config.store_place, self.nodes.store_changed, self.nodes.store_failed)
         self._lost_spares, self._shortage = 0, Shortage()
+        self._entered_s, self._lives = 0.0, dict[int, float]()  # how long each generation had run until its fault
         self._completed: int | None = None  # the generation whose last checkpoints are waited for
         self._probed_s = 0.0  # when those that have completed were asked whether they hear
         self._due: float | None = None
@@ -87,7 +88,7 @@ class Agent:
             words.Stop: self._stop,
             words.Kill: self._kill,
             words.Report: lambda command: self._report(command.fault),
-            words.Publish: lambda command: self.nodes.publish(command.roster),
+            words.Publish: lambda command: self._publish(command.roster),
             words.Enter: lambda command: self._enter(command.roster),
             words.Drain: self._drain,
             words.Finish: lambda command: self._finish(command.generation),
@@ -260,13 +261,25 @@ class Agent:
             mark_s = max((w.marked_s or 0.0 for w in self.crew.ranks.values()), default=0.0) or None
         self.telemetry.emit(ledger.fault(fault, mark_s))
         self.nodes.faulted(fault, self.clock.now())
+        self._lives.setdefault(fault.generation, self.clock.now() - self._entered_s)
+
+    def _publish(self, roster: words.Roster) -> None:
+        """Propose what comes next; where an unwrapped script fails again and again at one place, not at once."""
+        causes = self.world.causes
+        repeats = bool(roster.members and causes) and causes[-1].generation == roster.generation - 1
+        pause_s = policy.pause_s(self.world.policy, causes, self._lives) if repeats else 0.0
+        if not pause_s:
+            self.nodes.publish(roster)
+            return
+        self.notice(f"the same fault again, at the same place: the next attempt begins in {pause_s:g} s", "warning")
+        self.loop.later(pause_s, lambda: self.nodes.publish(roster) if self.ending is None else None)
 
     def _enter(self, roster: words.Roster) -> None:
         store = self.nodes.store_of(roster)
         if self.roster is not None:
             self.host.stopped(self.roster.generation)
             self._end_daemons()
-        self.roster = roster
+        self.roster, self._entered_s = roster, self.clock.now()
         self._tell_ranks(roster, store)
         self.stores.forget(roster.epoch, roster.generation)
         self.nodes.entered()

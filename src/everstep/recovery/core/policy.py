@@ -7,11 +7,13 @@ Without such a step in between,
 * `same_step_limit` faults that are alike end the job, for a restart would only do the same;
 * so do `patience` faults of any kind, for something is wrong even if it shows in a new place each time.
 
+A script without the wrapper is not begun again at once where its faults repeat at one place: `pause_s`.
+
 A fault of a generation that nobody could attempt, for a member was dead before it was entered, counts for the second
 alone: it says nothing of the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -21,6 +23,9 @@ from everstep.recovery.core.words import Fault, Policy
 MOST_TOLD = 12
 """Attempts that are told one by one, or in groups of the same; of the others, how many."""
 _LONGEST = 300
+MOST_PAUSE_S = 30.0
+_SAME_S, _SAME_SHARE = 1.0, 0.2
+_KILLED = "ended by signal 9"
 NO_PYTHON = ("SyntaxError:", "IndentationError:", "TabError:")
 """What a script's end is told with where it would fail alike on each start: as many as are allowed are not tried."""
 
@@ -53,6 +58,28 @@ def decide(policy: Policy, generation: int, faults: Sequence[Fault]) -> Verdict:
     if len(row) >= policy.patience:
         return Verdict(False, f"{many} without a new step in between, the last: {told(row)}")
     return Verdict(True, "progress since the last fault" if len(row) == 1 else f"{many} at this step")
+
+
+def pause_s(policy: Policy, faults: Sequence[Fault], lives: Mapping[int, float]) -> float:
+    """Return for how long the next attempt of an unwrapped script is put off; the last fault is the newest.
+
+    `lives`: how long each generation had run until its fault, in seconds. A fault repeats another where the
+    same was said, or befell the same rank, after about the same time: the first repetition costs 1 s, each one more
+    twice as much, `MOST_PAUSE_S` at the most. A SIGKILL is from outside, and repeats nothing.
+    """
+    if not policy.deaf or not faults or faults[-1].text in ("", _KILLED):
+        return 0.0
+    last = faults[-1]
+    row = 0
+    for fault in reversed(faults):
+        by_whom = fault.kind == "exception" or fault.rank == last.rank  # what all raise any may tell of first
+        if (fault.kind, fault.text) != (last.kind, last.text) or not by_whom:
+            break
+        before, now = lives.get(fault.generation), lives.get(last.generation)
+        if before is None or now is None or abs(before - now) > max(_SAME_S, _SAME_SHARE * now):
+            break
+        row += 1
+    return min(2.0 ** (row - 2), MOST_PAUSE_S) if row > 1 else 0.0
 
 
 def alike(one: Fault, other: Fault) -> bool:

@@ -58,7 +58,7 @@ def train(args: argparse.Namespace, generation: int, rank: int, world: int, mark
         if due and number == args.steps - 1 and rank == min(1, world - 1):
             with open(os.path.join(args.tape, f"fault-{generation}"), "w"):
                 mark("fault", time.monotonic())
-            fail(args.fault)
+            fail(args.fault, generation)
         dist.all_reduce(x)
         x /= world
         if monitor is not None:
@@ -71,13 +71,13 @@ def train(args: argparse.Namespace, generation: int, rank: int, world: int, mark
     dist.destroy_process_group()
 
 
-def fail(how: str) -> None:
+def fail(how: str, number: int) -> None:
     """Fail as it was asked for."""
     if how == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     while how == "hang":
         time.sleep(3600)
-    raise RuntimeError("simulated by the benchmark")
+    raise RuntimeError(f"simulated by the benchmark, number {number}")  # of one that repeats, restarts are put off
 
 
 def parser() -> argparse.ArgumentParser:
