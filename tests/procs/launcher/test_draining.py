@@ -127,6 +127,17 @@ def test_a_second_signal_waits_for_nothing_and_the_words_say_what_is_lost(start,
 
 
 @pytest.mark.long
+def test_a_signal_while_processes_are_born_ends_the_job_before_it_trains(start):
+    job = start(TRAIN, "--nproc-per-node", "2")
+    while not any(event["event"] == "ProcessStarted" and event["name"] == "store" for event in job.events()):
+        time.sleep(0.01)
+    os.kill(job.process.pid, signal.SIGTERM)
+    ended = job.ended(60)
+    assert ended.code == 143, ended.err
+    assert len({note["step"] for note in ended.of("step")}) <= 2, "it may have begun meanwhile"
+
+
+@pytest.mark.long
 def test_sigquit_ends_it_without_a_last_save(start, tmp_path):
     flags = ("--nproc-per-node", "2", "--checkpoint-dir", str(tmp_path / "ckpt"), "--checkpoint-interval", "100000")
     job = start(TRAIN, *flags)
@@ -162,4 +173,5 @@ def test_a_script_whose_steps_are_not_known_gets_the_signal_itself(start, text):
     ended = job.ended(60)
     assert ended.code == 143, ended.err
     assert len(ended.of("heard")) == 2 * ("heard" in text)
-    assert "No step was done" in ended.err
+    assert "ended by SIGTERM from outside" in ended.err
+    assert "checkpoint" not in ended.err

@@ -112,7 +112,6 @@ class Draining:
         grace_s = self._agent.config.grace_s
         self._number = int(signal.SIGTERM) if number == signal.SIGUSR1 else number
         self._why, self._due_s = why, self._clock.now() + grace_s
-        self._agent.notice(f"{why}: the step that runs ends, and what is done is made durable, within {grace_s:g} s")
         for node in self._others:
             self._tell(node, "begin", number=number, why=why)
         self._agent.loop.later(grace_s, self._too_late)
@@ -144,6 +143,8 @@ class Draining:
             self._conclude("")
             return
         assert agent.roster is not None
+        grace_s = agent.config.grace_s
+        agent.notice(f"{self._why}: the step that runs ends, and what is done is made durable, within {grace_s:g} s")
         self._agreement = Agreement(agent.nodes.present, agent.crew.ranks)
         for rank in agent.crew.ranks:
             self._say(rank, "stand")
@@ -153,7 +154,7 @@ class Draining:
     @staticmethod
     def _on_its_way(view: World) -> bool:
         """Ranks run their step, or all have come to their end."""
-        return view.phase in _GOES_ON or all(view.has_completed(who) for who in view.ranks)
+        return view.phase in _GOES_ON or (bool(view.ranks) and all(view.has_completed(who) for who in view.ranks))
 
     def _step_too_long(self) -> None:
         if self._agent.ending is None and self._agent.world.phase is Phase.RUNNING:
@@ -193,7 +194,8 @@ class Draining:
         done = self._done()
         durable = self._agent.host.durable()
         if done is None:
-            return code, f"{reason}. No step was done"
+            known = any(worker.drains for worker in self._agent.crew.ranks.values())
+            return code, f"{reason}. No step was done" if known else reason
         if durable is None:
             return code, f"{reason}. Step {done} was done, and nothing was written: --checkpoint-dir is not given"
         if durable >= done:

@@ -30,7 +30,7 @@ class Ranks(dict):
         return self
 
     def step(self):
-        return min((worker.step for worker in self.values()), default=None)
+        return min((worker.step for worker in self.values()), default=None) or None
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Node:
     passed: list = field(default_factory=list)
     durable: int | None = 0
     causes: tuple = ()
+    members: tuple = (1,)
 
     def __post_init__(self):
         self.config = SimpleNamespace(grace_s=GRACE_S)
@@ -59,7 +60,9 @@ class Node:
 
     @property
     def world(self):
-        return SimpleNamespace(phase=self.phase, ranks=[1], has_completed=lambda who: False, causes=self.causes)
+        return SimpleNamespace(
+            phase=self.phase, ranks=self.members, has_completed=lambda who: False, causes=self.causes
+        )
 
     def signalled(self, number):
         self.passed.append(number)
@@ -139,6 +142,13 @@ def test_where_not_all_can_be_asked_the_end_comes_at_once(change):
     assert [event.code for event in job.said] == [129]
 
 
+def test_a_job_that_has_not_begun_ends_at_once():
+    job = Job({})
+    job.nodes[0].phase, job.nodes[0].members = Phase.GATHERING, ()
+    job.nodes[0].draining.begin(signal.SIGTERM, "x")
+    assert [event.code for event in job.said] == [143]
+
+
 def test_half_of_the_grace_is_for_the_step_and_all_of_it_for_all():
     job = Job({0: Rank(7)})
     job.nodes[0].draining.begin(signal.SIGUSR1, "x")
@@ -191,7 +201,8 @@ def test_another_signal_counts_when_it_is_another():
         (9, 6, 1, "Step 9 was done, and the newest durable checkpoint is of step 6"),
         (9, 0, 1, "Step 9 was done, and no checkpoint is durable"),
         (9, None, 143, "nothing was written: --checkpoint-dir is not given"),
-        (None, 6, 143, "No step was done"),
+        (0, 6, 143, "No step was done"),
+        (None, 6, 143, "ended by x"),
     ],
 )
 def test_the_last_words_and_the_code_say_what_is_lost(steps, durable, code, words_):
