@@ -1,5 +1,6 @@
 """What docs/security.md says of other users of the machine and of strangers on the network."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -117,9 +118,9 @@ def listening(job):
     """Addresses at which any process of a job listens."""
     found = set()
     for pid in job.left():
-        for connection in psutil.Process(pid).net_connections("inet"):
-            if connection.status == psutil.CONN_LISTEN:
-                found.add(connection.laddr.ip)
+        with contextlib.suppress(psutil.NoSuchProcess):  # one may end meanwhile
+            connections = psutil.Process(pid).net_connections("inet")
+            found |= {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
     return found
 
 
