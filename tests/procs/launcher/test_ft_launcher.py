@@ -191,7 +191,7 @@ def test_what_is_refused_starts_nothing(run):
 def test_a_script_finds_the_same_as_under_nvrx_s_own(run, root, words, code):
     """The same flags, file and script; `make peers` has made the other's environment.
 
-    NVRx 0.4.1 ends with 0 where the last restart has failed; HEAD with 1, as its notes have it.
+    Where no restart is left NVRx 0.4.1 ends with 0 if the others had ended well before, with 1 if one had to be ended.
     """
     peers = root / ".venv-peers/bin/python"
     if not peers.exists():
@@ -200,7 +200,8 @@ def test_a_script_finds_the_same_as_under_nvrx_s_own(run, root, words, code):
     module = "nvidia_resiliency_ext.fault_tolerance.launcher"
     theirs = run(*flags, python=str(peers), module=module, PYTHONPATH="")
     ours = run(*flags)
-    assert (ours[0], theirs[0]) == (code, 0), ours[2] + theirs[2]
+    assert ours[0] == code, ours[2]
+    assert theirs[0] in (0, code), theirs[2]
     for one in (*ours[1], *theirs[1]):
         del one["settings"]
     last = [[one for one in side[1] if one["RANK"] == "1"] for side in (theirs, ours)]  # the one that fails
