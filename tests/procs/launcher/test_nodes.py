@@ -1,9 +1,13 @@
 """Jobs of several nodes: two agents on loopback, each with processes of its own, and what becomes of them."""
 
+import contextlib
 import os
+import queue
 import re
 import signal
 import socket
+import threading
+import time
 
 import pytest
 
@@ -256,6 +260,81 @@ def test_a_range_of_nodes_begins_with_who_comes_in_time_and_goes_on_with_fewer(n
     places = [(n["own"]["LOCAL_RANK"], n["own"]["GROUP_RANK"], n["own"]["GROUP_WORLD_SIZE"]) for n in last]
     assert places == [("0", "0", "1"), ("1", "0", "1")]
     assert len(first.of("end")) == 2
+
+
+class Relay:
+    """A slow and lossy way to the end point: all that passes is late, and now and then nothing passes for a while.
+
+    TCP hides a lost packet behind just that.
+    """
+
+    def __init__(self, port, late_s, stalls_s, every_s):
+        self.door = socket.socket()
+        self.door.bind(("127.0.0.1", 0))
+        self.port = self.door.getsockname()[1]
+        self._to, self._late_s, self._stalls_s, self._every_s = port, late_s, stalls_s, every_s
+        self._began = time.monotonic()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        while True:  # nobody is there until the hub is
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self._to)).close()
+                break
+            time.sleep(0.05)
+        with contextlib.suppress(OSError):
+            self.door.listen()
+            while True:
+                line, _ = self.door.accept()
+                with contextlib.suppress(OSError):
+                    other = socket.create_connection(("127.0.0.1", self._to))
+                    for ends in ((line, other), (other, line)):
+                        threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+                    continue
+                line.close()
+
+    def _pass_on(self, source, target):
+        under_way = queue.SimpleQueue()
+        threading.Thread(target=self._deliver, args=(under_way, target), daemon=True).start()
+        with contextlib.suppress(OSError):
+            while content := source.recv(65536):
+                under_way.put((time.monotonic() + self._late_s, content))
+        under_way.put((0.0, b""))
+
+    def _deliver(self, under_way, target):
+        with contextlib.suppress(OSError):
+            while True:
+                at, content = under_way.get()
+                time.sleep(max(0.0, at - time.monotonic()))
+                phase = (time.monotonic() - self._began) % self._every_s
+                time.sleep(max(0.0, self._stalls_s - phase))
+                if not content:
+                    target.shutdown(socket.SHUT_WR)
+                    return
+                target.sendall(content)
+
+    def close(self):
+        self.door.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["", "raise", "kill"])
+def test_a_slow_and_lossy_link_between_agents_costs_time_and_nothing_else(nodes, start, mode):
+    """0.3 s each way, and 2.5 s without a word in every 8 s: less than what makes a node suspect for good."""
+    port = free_port()
+    relay = Relay(port, 0.3, 2.5, 8.0)
+    try:
+        env = {"MODE": mode, "PACE": "0.3", "STEPS": "60", "AT": "20"}
+        own = [("--node-rank", "0", "--rdzv-endpoint", f"127.0.0.1:{port}")]
+        own += [("--node-rank", "1", "--rdzv-endpoint", f"127.0.0.1:{relay.port}")]
+        ended = nodes(TRAIN, 2, own=own, env=env).ended()
+    finally:
+        relay.close()
+    good(ended)
+    assert {note["generation"] for note in of(ended, "enter")} == ({0, 1} if mode else {0})
+    assert not any("is lost" in one.err for one in ended)
+    assert len(weights(ended)) == 1
+    assert sorted(note["rank"] for note in of(ended, "end")) == [0, 1]
 
 
 LEMON = """

@@ -1,6 +1,7 @@
 """What becomes of a job whose nodes, or whose hub, are lost in every way that a network and a kernel know (long)."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -184,11 +185,14 @@ def ip(*words):
 
 @pytest.fixture
 def namespaces(request):
-    """Two nodes with addresses of their own, on a bridge. A network that was taken down may linger: names are new."""
+    """Nodes with addresses of their own, on a bridge: two, and one to take a place.
+
+    A network that was taken down may linger: names are new.
+    """
     if os.getuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     mark = f"{os.getpid() % 10_000}{chr(97 + len(request.node.name) % 26)}"
-    names = [f"ev{mark}{number}" for number in range(2)]
+    names = [f"ev{mark}{number}" for number in range(3)]
     bridge = f"evb{mark}"
     try:
         ip("link", "add", bridge, "type", "bridge")
@@ -222,7 +226,7 @@ def far(start, namespaces):
     def begin(*flags):
         base = ("--nnodes", "2", "--rdzv-endpoint", f"{namespaces[0]}:29500", "--rdzv-backend", "c10d", *flags)
         env = {"GLOO_SOCKET_IFNAME": "eth0"}
-        return [start(TRAIN, *base, env=env, prefix=("ip", "netns", "exec", name)) for name in namespaces]
+        return [start(TRAIN, *base, env=env, prefix=("ip", "netns", "exec", name)) for name in namespaces[:2]]
 
     return begin
 
@@ -239,6 +243,31 @@ def test_a_node_whose_power_fails_says_nothing_and_is_given_up(far, namespaces):
     assert fault.detect_s > 8, "the ranks that were left waited all that time"
     assert lost.code == 75, lost.err[-3000:]
     assert "nobody has heard this node for 6 s" in lost.err
+    apart(lost, other)
+
+
+def test_a_replacement_with_another_address_has_the_name_and_the_ranks_of_a_node_without_power(start, namespaces):
+    """It comes before the dead node is given up, waits in line for that, and goes on from the copy that was kept."""
+    base = ("--nnodes", "2", "--rdzv-endpoint", f"{namespaces[0]}:29500", "--replacement-timeout", "100")
+
+    def begin(name, number):
+        flags = (*base, "--spares", "0", "--node-rank", str(number))
+        return start(TRAIN, *flags, env={"GLOO_SOCKET_IFNAME": "eth0"}, prefix=("ip", "netns", "exec", name))
+
+    jobs = [begin(name, number) for number, name in enumerate(namespaces[:2])]
+    run_on(jobs)
+    ip("link", "set", f"v{namespaces[1]}", "down")
+    new = begin(namespaces[2], 1)
+    other, lost, came = jobs[0].ended(), jobs[1].ended(), new.ended()
+    for one in (other, came):
+        assert one.code == 0, one.err[-3000:]
+        assert [n["rank"] for n in one.of("end")] == [0 if one is other else 1]
+    assert lost.code == 75, lost.err[-3000:]
+    assert "node-1 (10.77.1.11) is lost: its agent was silent for 10 s" in other.err
+    assert re.search(r"node-1 \(.*from 10\.77\.1\.12\) has come", other.err)
+    assert {n["pid"] for n in other.of("enter")} == {n["pid"] for n in other.of("end")}, "it kept its process"
+    (_, again) = other.events("GenerationStarted")
+    assert again["restore_step"] > 0, "the copy that the other kept"
     apart(lost, other)
 
 
