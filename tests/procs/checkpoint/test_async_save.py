@@ -297,7 +297,7 @@ def test_descriptors_and_memory_do_not_grow_with_tensors_or_saves(tmp_path):
             worker = workers()[0]
             assert worker.num_fds() < 20
             assert worker.memory_full_info().uss < 40 << 20  # no torch in it
-            assert worker.nice() == 10
+            assert worker.nice() == min(19, os.nice(0) + 10)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     gc.collect()

@@ -324,7 +324,11 @@ def test_a_writer_that_is_killed_or_stopped_fails_its_save_or_is_replaced(make):
     """W42: a dead or stopped writer holds up nobody."""
     model, _ = build()
     ckpt = make()
-    (writer,) = [p for p in psutil.Process(ckpt._line.pid).children() if p.name().startswith("everstep-writer")]
+    until = time.monotonic() + PATIENCE_S
+    while not (found := [p for p in psutil.Process(ckpt._line.pid).children() if p.name().startswith("everstep-wri")]):
+        assert time.monotonic() < until, "a writer has not given itself its name"
+        time.sleep(0.01)
+    (writer,) = found
     writer.suspend()
     handle = ckpt.save(1, {"model": model})
     with pytest.raises(CheckpointError, match="writer of rank 0 ended by signal 9"):

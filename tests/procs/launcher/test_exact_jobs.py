@@ -35,7 +35,8 @@ train()
 """
 
 
-@pytest.mark.parametrize("world", [4, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world", [4, 3])
 def test_ddp_with_one_layout_of_buckets_is_exact_through_faults(start, world):
     """E22 through the whole ladder: an exception, and two ranks killed inside the step, rank 0 among them."""
     text = DDP.replace("WORLD", str(world))

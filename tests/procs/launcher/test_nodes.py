@@ -137,15 +137,12 @@ def test_a_lost_node_s_ranks_are_taken_by_spares_of_another(nodes):
     assert sorted(note["rank"] for note in other.of("end")) == [0, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("own", "said"),
     [
         ([("--node-rank", "0"), ("--node-rank", "1", "--nnodes", "3")], "--nnodes 3 here, --nnodes 2 on the node"),
-        pytest.param(
-            [("--node-rank", "0"), ("--node-rank", "0")],
-            "is taken|cannot be opened: Address already in use",
-            marks=pytest.mark.long,
-        ),
+        ([("--node-rank", "0"), ("--node-rank", "0")], "is taken|cannot be opened: Address already in use"),
     ],
 )
 def test_nodes_that_do_not_fit_are_refused_with_words_and_the_others_end_too(nodes, own, said):

@@ -66,7 +66,8 @@ def told(job, kind):
     return found
 
 
-@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [1, 0])
 def test_a_lost_node_costs_a_step_at_most_and_the_curve_goes_on_to_the_bit(start, lost):
     twin = [job.ended() for job in begin(start, STEPS="25")]
     assert [one.code for one in twin] == [0, 0], twin[0].err[-3000:]

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ def folder_of(tmp_path, name):
 
 def surroundings():
     """In the launcher, before it is exec'd: nothing here is what a process has by itself."""
+    for number in (signal.SIGINT, signal.SIGQUIT):  # ignored where the suite runs in the background of a shell
+        signal.signal(number, signal.SIG_DFL)
     os.umask(0o027)
     os.nice(3)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, 2048))
