@@ -8,18 +8,22 @@ nobody reads any more.
 import contextlib
 import errno
 import os
+import select
 import sys
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from everstep.clock import SYSTEM, Clock
 from everstep.errors import LedgerError
 from everstep.events import Event, Record, Stamp
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+SHOW_S = 1.0
+_PIECE = 1024
+"""Characters; with four bytes for each no more than a pipe that has room takes without waiting."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -168,6 +172,31 @@ def say(text: str) -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(f"everstep: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the door for words to people
+
+
+def show(text: str, limit_s: float = SHOW_S) -> None:
+    """Print `text` on stderr, for at most `limit_s` while nobody makes room: the rest is lost, the caller goes on."""
+    stream = sys.stderr
+    if stream is None:
+        return
+    until = SYSTEM.now() + limit_s
+    with contextlib.suppress(Exception):  # the script may have put anything in its place
+        for at in range(0, len(text), _PIECE):
+            if not _has_room(stream, max(0.0, until - SYSTEM.now())):
+                return
+            stream.write(text[at : at + _PIECE])
+            stream.flush()
+
+
+def _has_room(stream: TextIO, limit_s: float) -> bool:
+    """Tell whether a piece can be written without waiting; a stream without a descriptor says nothing about it."""
+    try:
+        fd = stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return True
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(limit_s * 1000))
 
 
 def leave_streams() -> None:

@@ -1,8 +1,11 @@
 """A ledger line holds every field of every event, is whole or spoils itself alone, and costs a training step little."""
 
 import dataclasses
+import fcntl
+import io
 import json
 import os
+import sys
 import typing
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from everstep import events
 from everstep.errors import LedgerError
 from everstep.events import Event, Record, Stamp, StepDone
-from everstep.telemetry import JsonLines, Telemetry, read_lines
+from everstep.telemetry import JsonLines, Telemetry, read_lines, show
 
 STAMP = Stamp(mono_s=1.5, wall_s=2e9, boot_id="ab", pid=7, role="worker", slot=1, rank=0, generation=2)
 SAMPLES = {str: 'é\n"', int: 3, float: 0.1, bool: True, tuple: ((0, 1, 2, "kept"),)}
@@ -105,3 +108,27 @@ def test_what_is_no_event_is_refused():
     for line in ("", "[]", "{}", '{"event":"StepDone","at":{},"is":{}}', '{"event":"Nothing","at":{},"is":{}}'):
         with pytest.raises(LedgerError, match="not an event"):
             Record.from_json(line)
+
+
+def test_what_nobody_reads_costs_a_moment_and_not_the_caller(monkeypatch):
+    """A pipe that is full: a rank stood there with its traceback, and its agent knew of no fault."""
+    reader, writer = os.pipe()
+    filled = fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)
+    with open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        show("y" * 2 * filled, limit_s=0.05)
+        assert 0 < len(os.read(reader, 2 * filled)) <= filled
+        show("z" * 100, limit_s=0.05)
+        assert os.read(reader, 2 * filled).endswith(b"z" * 100)
+    os.close(reader)
+
+
+def test_a_stream_of_the_script_s_own_is_written_to_as_it_is(monkeypatch):
+    kept = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", kept)
+    show("a line\n" * 1000)
+    assert kept.getvalue() == "a line\n" * 1000
+    monkeypatch.setattr(sys, "stderr", object())
+    show("nobody takes it")
+    monkeypatch.setattr(sys, "stderr", None)
+    show("nobody is there")

@@ -5,7 +5,6 @@ calls from another; `_heard` on the session's waiter thread; `_tick` on the tick
 lock; only the call's own thread runs, cleans and returns.
 """
 
-import contextlib
 import os
 import sys
 import threading
@@ -30,6 +29,7 @@ from everstep.recovery.core import member
 from everstep.recovery.core.member import Action, Phase
 from everstep.recovery.session import Session
 from everstep.recovery.victims import is_victim
+from everstep.telemetry import show
 
 T = TypeVar("T")
 TICK_S = 0.1
@@ -195,9 +195,7 @@ class Caller:
     def _raised(self, error: BaseException) -> None:
         """Say what happened, once and in full, before anything of it is dropped."""
         if self._phase() is Phase.RUNNING:
-            with contextlib.suppress(Exception):  # the script may have put anything in its place
-                sys.stderr.write("".join(self._printed(error)))
-                sys.stderr.flush()
+            show("".join(self._printed(error)))
             if isinstance(error, EverstepError) and error.exit_code in _REFUSALS:
                 self._refuse(error)
         self._step(member.Raised(), error=error)
