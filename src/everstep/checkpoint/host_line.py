@@ -157,7 +157,7 @@ class HostLine:
         try:
             message: Any = json.loads(text)
             kind = str(message["kind"])
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             return False
         if kind != "beat":
             self.on_message(message, content)
@@ -190,7 +190,7 @@ class Greeting:
         try:
             host, nonces = int(message["host"]), (self._nonce, str(message["nonce"]))
             fits = hmac.compare_digest(proof(self._token, "keeper", host, nonces), str(message["proof"]))
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, OverflowError):
             fits, host, nonces = False, -1, ("", "")
         if self.done or not fits or message["kind"] != "greet":
             self.line.drop()

@@ -132,6 +132,7 @@ def test_who_has_another_token_is_dropped_and_says_so_on_its_side(ends, token):
         frame({"kind": "greet", "host": "x", "nonce": "n", "proof": "p"}), frame({"kind": "said", "rank": 0}),
         frame({"kind": "greet", "host": 1, "nonce": "n", "proof": proof("t", "keeper", 1, ("guess", "n"))}),
         frame({"kind": "x"}, size=1 << 20), frame({"kind": "x"}, b"bytes"), frame({"kind": "x", "pad": "y" * 5000}),
+        frame(b"[" * 4000), frame({"kind": "greet", "host": float("inf"), "nonce": "n", "proof": "p"}),
     ],
 )  # fmt: skip
 def test_whoever_proves_nothing_gets_nowhere_whatever_it_says(ends, said):

@@ -35,6 +35,8 @@ from everstep.process.loop import Loop
 from everstep.recovery.link import Link, LinkClosed
 
 LOOK_S = 0.5
+STRANGER_S = 30.0
+"""An agent says who it is when it connects: who has not by then is let go."""
 COMPLAINTS = ("StoreTimeout", "StoreError")
 GOOD_BYE = "its agent has ended its part of the job"
 
@@ -52,11 +54,13 @@ class Hub:
         self._judge = Judge.of(order["limits"])
         self._numbers = itertools.count()
         self._streams: dict[int, Stream] = {}
+        self._strangers: dict[int, float] = {}  # connections that have not said who they are, and since when
         self._members: dict[str, list[str]] = {}  # of the last roster, by node
         self._ranks: dict[int, str] = {}  # the node of each rank
         self._untold: deque[Fact] = deque()
         self._tells = False
         self._door, self._starter, self._starter_here = door, starter, True
+        door.setblocking(False)
         loop.watch(door.fileno(), self._accept)
         loop.watch(starter.fileno(), self._starter_gone)
 
@@ -68,18 +72,26 @@ class Hub:
     # -- connections ---------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             line, _ = self._door.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError:  # no descriptor is free: the loop would turn round the error
+            self._loop.unwatch(self._door.fileno())
+            self._loop.later(LOOK_S, lambda: self._loop.watch(self._door.fileno(), self._accept))
+            return
+        with contextlib.suppress(OSError):
             number = next(self._numbers)
             self._streams[number] = Stream(
                 self._loop, line, functools.partial(self._heard, number), functools.partial(self._ended, number)
             )
+            self._strangers[number] = self._loop.clock.now()
 
     def _heard(self, number: int, message: Mapping[str, Any]) -> None:
         """Whatever comes may come from anybody who reaches the port: what cannot be read ends its connection alone."""
         try:
             self._take(number, message)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
             if number in self._streams:
                 self._streams.pop(number).close()
                 self._lost(number, "it said what nobody understands")
@@ -119,6 +131,7 @@ class Hub:
 
     def _join(self, number: int, told: Mapping[str, Any]) -> None:
         stream, register = self._streams[number], self._register
+        self._strangers.pop(number, None)
         refusal = register.join(number, told, self._loop.clock.now())
         if refusal:
             stream.send({"kind": "refused", "text": refusal})
@@ -184,6 +197,7 @@ class Hub:
 
     def _ended(self, number: int) -> None:
         self._streams.pop(number, None)
+        self._strangers.pop(number, None)
         self._lost(number, "the connection of its agent has ended")
 
     def _lost(self, number: int, why: str) -> None:
@@ -280,8 +294,15 @@ class Hub:
 
     # -- time ----------------------------------------------------------------------------------------------------
 
+    def _let_strangers_go(self, now: float) -> None:
+        for number in [number for number, came_s in self._strangers.items() if now - came_s > STRANGER_S]:
+            del self._strangers[number]
+            if number in self._streams:
+                self._streams.pop(number).close()
+
     def _look(self) -> None:
         now = self._loop.clock.now()
+        self._let_strangers_go(now)
         if self._register.complete:
             suspected, gone = self._silence.look(now)
             for number in suspected:  # telling one may find others gone: who is not here any more is passed over

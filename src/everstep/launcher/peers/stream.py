@@ -68,7 +68,7 @@ class Stream:
         for text in whole:
             try:
                 message = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):  # or nested beyond what can be read
                 return False
             if not isinstance(message, dict):
                 return False

@@ -1,12 +1,14 @@
 """The hub, with connections and a clock of ours."""
 
+import errno
+import itertools
 import socket
 
 import pytest
 
 from everstep.launcher.config import LaunchConfig
 from everstep.launcher.nodes.core.lease import BEAT_S, GIVEN_AWAY_S, SUSPECTED_S
-from everstep.launcher.nodes.hub import Hub
+from everstep.launcher.nodes.hub import STRANGER_S, Hub
 from everstep.recovery.link import Link
 
 LIMITS = {"soft_s": None, "hard_s": None, "first_s": None, "automatic": False}
@@ -82,3 +84,61 @@ def test_telling_of_a_silent_node_may_find_that_others_are_gone(hub):
         hub._silence.heard(0, loop.time)
         hub._look()
     assert len(said(hub, 0, "fact")) == 2
+
+
+def nested(depth=5000):
+    found = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "said_",
+    [
+        {},
+        {"kind": "join"},
+        {"kind": "join", "terms": 3},
+        {"kind": "join", "terms": {"version": nested()}, "node_rank": 0, "address": "", "who": ""},
+        {"kind": "join", "terms": {}, "node_rank": nested(), "address": "", "who": ""},
+    ],
+)
+def test_what_a_stranger_says_is_refused_or_ends_its_connection_and_concerns_nobody_else(hub, said_):
+    hub._streams[9] = Line()
+    hub._heard(9, said_)
+    assert sorted(hub._streams) == [0, 1, 2]
+    assert not said(hub, 0, "fact")
+
+
+def test_who_does_not_say_who_it_is_is_let_go(hub):
+    ends = [socket.create_connection(hub._door.getsockname()) for _ in range(3)]
+    hub._numbers = itertools.count(3)
+    for _ in ends:
+        hub._accept()
+    hub._accept()  # nobody waits there: nor does the hub
+    hub._heard(4, {"kind": "join", "terms": hub._register.terms, "node_rank": None, "address": "", "who": ""})
+    hub._loop.time += STRANGER_S + 1.0
+    for number in range(3):
+        hub._silence.heard(number, hub._loop.time)
+    hub._let_strangers_go(hub._loop.time)
+    assert sorted(hub._streams) == [0, 1, 2, 4], "who waits in line stays"
+    for line in [*ends, hub._streams[4]]:
+        line.close()
+
+
+def test_without_a_free_descriptor_the_door_is_left_alone_for_a_while(hub, monkeypatch):
+    class Door:
+        def accept(self):
+            raise OSError(errno.EMFILE, "too many open files")
+
+        def fileno(self):
+            return 7
+
+    calls = []
+    monkeypatch.setattr(hub, "_door", Door())
+    for name in ("watch", "unwatch", "later"):
+        monkeypatch.setattr(hub._loop, name, lambda *words, name=name: calls.append((name, words)))
+    hub._accept()
+    assert [(name, words[0]) for name, words in calls] == [("unwatch", 7), ("later", 0.5)]
+    calls[1][1][1]()
+    assert calls[2][:1] == ("watch",)

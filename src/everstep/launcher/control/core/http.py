@@ -31,7 +31,10 @@ class Request:
 
     def json(self) -> Mapping[str, Any]:
         """Read the body as an object; ValueError for anything else. An empty body is an empty object."""
-        found = json.loads(self.body or b"{}")
+        try:
+            found = json.loads(self.body or b"{}")
+        except RecursionError:
+            raise ValueError("nested beyond what can be read") from None
         if not isinstance(found, dict):
             raise ValueError("not an object")
         return found  # pyright: ignore[reportUnknownVariableType]  # what JSON held

@@ -19,7 +19,7 @@ def test_a_request_is_whole_at_its_last_byte_and_not_before():
     assert found.json() == {"rank": 3}
 
 
-@pytest.mark.parametrize("body", [b"[1]", b"3", b"{", b"\xff"])
+@pytest.mark.parametrize("body", [b"[1]", b"3", b"{", b"\xff", b"[" * 60_000])
 def test_a_body_that_is_no_object_is_a_value_error(body):
     with pytest.raises(ValueError):
         Request("POST", "/", {}, body).json()
