@@ -145,11 +145,10 @@ class Draining:
         assert agent.roster is not None
         grace_s = agent.config.grace_s
         agent.notice(f"{self._why}: the step that runs ends, and what is done is made durable, within {grace_s:g} s")
-        self._agreement = Agreement(agent.nodes.present, agent.crew.ranks)
+        at_work = {member.node for member in agent.roster.members}  # a node that waits for ranks keeps nobody waiting
+        self._agreement = Agreement(at_work, agent.crew.ranks)
         for rank in agent.crew.ranks:
             self._say(rank, "stand")
-        if not agent.crew.ranks:  # this node waits for ranks
-            self._stands(0)
 
     @staticmethod
     def _on_its_way(view: World) -> bool:

@@ -52,7 +52,8 @@ class Node:
         self.loop = SimpleNamespace(
             clock=self.job, later=lambda delay_s, call: self.job.timers.append((self.job.time + delay_s, call))
         )
-        self.roster = SimpleNamespace(generation=4)
+        members = [SimpleNamespace(node=name) for name in self.job.at_work]
+        self.roster = SimpleNamespace(generation=4, members=members)
         self.nodes = SimpleNamespace(name=self.name, present=self.job.names, say=self.job.said.append)
         self.host = SimpleNamespace(durable=lambda: self.durable)
         self.draining = Draining(self)
@@ -84,6 +85,7 @@ class Job:
     def __init__(self, *crews):
         self.time, self.timers, self.said, self.notices, self.to_ranks, self.waiting = 100.0, [], [], [], [], []
         self.names = {f"node-{number}": "" for number in range(len(crews))}
+        self.at_work = [name for name, crew in zip(self.names, crews, strict=True) if crew]
         self.nodes = [Node(self, name, Ranks(crew)) for name, crew in zip(self.names, crews, strict=True)]
 
     def now(self):
@@ -119,6 +121,17 @@ def test_all_nodes_ask_their_ranks_and_tell_them_the_newest_step_of_any():
         assert job.told("until") == []
         job.stands(node, rank, begun)
     assert sorted(job.told("until")) == [(0, 9), (1, 9), (2, 9)]
+    assert job.said == []
+
+
+def test_a_node_without_ranks_that_says_nothing_keeps_nobody_waiting():
+    job = Job({0: Rank(7)}, {1: Rank(7)}, {})
+    job.nodes[2].draining.on_node_message = lambda *_: None  # frozen, or lost: no rank of the world was there
+    job.nodes[0].draining.begin(signal.SIGTERM, "x")
+    job.deliver()
+    job.stands(0, 0, 8)
+    job.stands(1, 1, 8)
+    assert sorted(job.told("until")) == [(0, 8), (1, 8)]
     assert job.said == []
 
 
