@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from everstep.launcher.preload import settings, top_level_imports
 from everstep.process import kernel
 from everstep.process.loop import Loop
 from everstep.recovery.api import Companion
+from everstep.recovery.core import words
 from everstep.telemetry import JsonLines, Sink, Telemetry, say
 
 
@@ -99,7 +101,7 @@ def _run(
     if config.endpoint is not None:
         line, config = _meet(config, config.endpoint, version, loop, nursery)
     run_dir = run_folder(flags.get("run_dir"), line.name if line is not None and line.number else "")
-    with _held(run_dir):
+    with _asked_together(line), _held(run_dir):
         here = Job.of(config)
         other = here.check(run_dir)
         telemetry.sinks.append(JsonLines(run_dir / "events" / f"agent-{os.getpid()}.jsonl"))
@@ -213,6 +215,18 @@ def run_folder(given: str | None, node: str = "") -> Path:
         stamp = datetime.fromtimestamp(SYSTEM.wall(), UTC).strftime("%Y%m%d-%H%M%S")
         chosen = f"everstep-runs/{stamp}-{os.urandom(2).hex()}"
     return writable(Path(chosen).absolute() / node)
+
+
+@contextlib.contextmanager
+def _asked_together(line: Membership | None) -> Generator[None]:
+    """A signal that comes when all have met, and before our agent hears any, is all agents' as each later one is."""
+    try:
+        yield
+    except (early.Asked, KeyboardInterrupt) as asked:
+        if line is not None:
+            number, name = (asked.number, asked.name) if isinstance(asked, early.Asked) else (signal.SIGINT, "SIGINT")
+            line.ends_early(words.EndRequested(ExitCode.SIGNALLED + number, f"ended by {name} from outside"))
+        raise
 
 
 @contextlib.contextmanager

@@ -166,6 +166,12 @@ class Membership:
         """We are the first of those that are here."""
         return next(iter(self.present), "") == self.name
 
+    def ends_early(self, event: words.EndRequested) -> None:
+        """The end is asked for before we have begun. A job that runs already, where we wait to come in, goes on."""
+        if not self.waits:
+            self.say(event)
+            self.leave()
+
     def leave(self) -> None:
         """Our part is done."""
         if not self.over:
