@@ -23,6 +23,8 @@ from everstep.telemetry import more_room
 
 _MOST_FILES_READ = 200
 GRACE_S = 15.0
+UNNAMED = "none"
+"""torchrun's default for --rdzv-id."""
 REPLACEMENT_S = 60.0
 """So long is a new process awaited in a lost rank's place where the world may shrink: forking one takes 0.1 s, a new
 zygote some seconds, and one that cannot fork is asked again for 30 s."""
@@ -73,7 +75,7 @@ class LaunchConfig:
     cold: bool = False  # each worker is a new interpreter
     master_port: int | None = None
     role: str = "default"
-    run_id: str = "none"
+    run_id: str = UNNAMED
     log_dir: str | None = None
     redirects: str = "0"
     tee: str = "0"
@@ -171,7 +173,9 @@ class LaunchConfig:
     def terms(self, version: str) -> dict[str, Any]:
         """What all nodes of one job have in common."""
         return {
-            "version": version, "wire": WIRE, "job": self.run_id, "nnodes": self.nodes_text,
+            "version": version, "wire": WIRE, "job": self.run_id,
+            # what a job without a name is known by: its end point may be another's too
+            "script": Path(self.script).name if self.run_id == UNNAMED else None, "nnodes": self.nodes_text,
             "spare_nodes": self.spare_nodes, "nproc": self.nproc, "wrapped": self.wrapped,
             "least": self.min_world_size, "restarts": self.max_restarts,
         }  # fmt: skip

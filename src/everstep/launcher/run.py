@@ -20,7 +20,7 @@ from everstep.launcher.again import Job
 from everstep.launcher.agent.agent import Agent
 from everstep.launcher.agent.nursery import Nursery
 from everstep.launcher.agent.zygotes import OWN, Refused
-from everstep.launcher.config import LaunchConfig, from_flags, writable
+from everstep.launcher.config import UNNAMED, LaunchConfig, from_flags, writable
 from everstep.launcher.core.unlike import notices
 from everstep.launcher.nodes.core.endpoint import Endpoint
 from everstep.launcher.nodes.joining import Meeting
@@ -42,9 +42,6 @@ class Riders:
     sinks: list[Sink] = field(default_factory=list[Sink])  # hear the agent's own events as they come
     notices: list[str] = field(default_factory=list[str])  # what the operator should know before it begins
 
-
-UNNAMED = "none"
-"""torchrun's default for --rdzv-id."""
 
 MakeRiders = Callable[[LaunchConfig], Riders]
 

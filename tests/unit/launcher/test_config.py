@@ -213,6 +213,13 @@ def test_a_job_of_several_nodes_knows_how_many_ranks_each_starts_with():
     assert LaunchConfig(script="x.py", spare_nodes=1).several
 
 
+def test_a_job_without_a_name_is_known_by_its_script():
+    unnamed = [LaunchConfig(script=script, nnodes=2).terms("1") for script in ("a/x.py", "b/x.py", "b/y.py")]
+    assert unnamed[0] == unnamed[1] != unnamed[2]
+    named = [LaunchConfig(script=script, nnodes=2, run_id="j").terms("1") for script in ("x.py", "y.py")]
+    assert named[0] == named[1]
+
+
 def test_fewer_ranks_than_the_fewest_nodes_have_are_refused():
     with pytest.raises(UsageError, match="--min-world-size 3 with --nnodes 2:3: so many nodes have 4 ranks"):
         LaunchConfig(script="x.py", nproc=2, nnodes=3, least_nodes=2, min_world_size=3)

@@ -23,6 +23,11 @@ _MEND: Mapping[str, tuple[str, str]] = {
     "version": ("Everstep {}", "Install one version on all nodes"),
     "wire": ("version {} of the words between nodes", "Install one version of Everstep on all nodes"),
     "job": ("a job of --rdzv-id {}", "Another job meets at this end point: give each its own --rdzv-endpoint"),
+    "script": (
+        "{} is to run",
+        "Another job meets at this end point: give each its own --rdzv-endpoint. Of one job whose nodes begin files of "
+        "different names, give all nodes the same --rdzv-id",
+    ),
     "nnodes": ("--nnodes {}", "Give all nodes the same number"),
     "spare_nodes": ("--spare-nodes {}", "Give all nodes the same number"),
     "nproc": ("--nproc-per-node {}", "Give all nodes the same number"),

@@ -9,7 +9,7 @@ from everstep.launcher.nodes.core.register import TAKEN_S, Register, node_name
 
 TERMS = {
     "version": "1.0", "wire": 1, "job": "j", "nnodes": "3", "spare_nodes": 0, "nproc": 2, "wrapped": True,
-    "least": None, "restarts": None,
+    "least": None, "restarts": None, "script": "train.py",
 }  # fmt: skip
 
 
@@ -25,6 +25,7 @@ def told(rank=None, who="host, pid 1", **other):
         ({"nproc": 4}, r"--nproc-per-node 4 here, --nproc-per-node 2"),
         ({"version": "0.9"}, r"Everstep 0.9 here, Everstep 1.0 .* Install one version"),
         ({"job": "k"}, r"a job of --rdzv-id k here.*give each its own --rdzv-endpoint"),
+        ({"script": "other.py"}, r"other.py is to run here, train.py is to run on the node.*its own --rdzv-endpoint"),
         ({"wrapped": False}, r"names everstep: False here"),
         ({"least": 2}, r"--min-world-size 2 here"),
         ({"restarts": 3}, r"--max-restarts 3 here"),
