@@ -14,7 +14,12 @@ from everstep.launcher.run import _asked_together
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     ("asked", "code"),
-    [(Asked(signal.SIGTERM), 143), (Asked(signal.SIGUSR1), 143), (Asked(signal.SIGHUP), 129), (KeyboardInterrupt(), 130)],
+    [
+        (Asked(signal.SIGTERM), 143),
+        (Asked(signal.SIGUSR1), 143),
+        (Asked(signal.SIGHUP), 129),
+        (KeyboardInterrupt(), 130),
+    ],
 )
 def test_all_end_by_a_signal_to_one_that_has_met_them_but_not_by_one_to_who_waits_to_come_in(asked, code, late):
     said = []
