@@ -5,14 +5,26 @@ Rule 2: a missing RANK beside launcher variables is an error, never rank 0.
 Rule 3: what a launcher said is read once, into a frozen object.
 """
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Generator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from everstep.errors import ConfigurationError
 
 _RANK_HINTS = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Variables by which a launcher shows itself; SLURM_PROCID counts when the step has more than one task."""
+
+
+OF_A_RANK = frozenset(
+    {
+        "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
+    }
+)  # fmt: skip
+"""Variables that a process has once it is a rank: whoever reads them earlier finds what is not so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,24 @@ def replace(values: Mapping[str, str]) -> None:
     for name in set(os.environ) - set(values):
         del os.environ[name]
     os.environ.update(values)
+
+
+@contextlib.contextmanager
+def noting(names: Container[str], seen: list[str]) -> Generator[None]:
+    """Have those of `names` that are asked for meanwhile, set or not, end up in `seen`. One thread."""
+    kind = type(os.environ)
+    plain = kind.__getitem__
+
+    def read(self: Any, name: str) -> str:
+        if name in names and name not in seen:
+            seen.append(name)
+        return plain(self, name)
+
+    kind.__getitem__ = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        kind.__getitem__ = plain  # type: ignore[method-assign]
 
 
 def remove(*names: str) -> None:

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
@@ -23,7 +24,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from everstep import environ
-from everstep.launcher import console, fresh, imports, reclaim
+from everstep.launcher import console, fresh, imports, reclaim, unflushed
 from everstep.process import kernel, mark, stacks
 from everstep.process.page import Page
 from everstep.recovery import session
@@ -56,7 +57,7 @@ def live(order: Mapping[str, Any], fds: list[int]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as an interpreter ends, up to and with its exit hooks, and no further.
+    """End this process as an interpreter ends, up to and with its exit hooks and open files, and no further.
 
     Tearing the modules down takes 0.5 s with torch and has hung: a gloo group that the script left alive joins a thread
     that never ends, once its objects are freed in this order (seen with torch 2.13; `multiprocessing` ends its children
@@ -68,6 +69,7 @@ def leave(code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+        unflushed.write()
     finally:
         os._exit(code)
 
@@ -210,15 +212,7 @@ def _run(me: session.Session, begin: Mapping[str, Any]) -> int:
     main.__dict__.update({"__builtins__": sys.modules["builtins"], "__annotations__": {}, "__cached__": None})
     sys.modules["__main__"] = main
     try:
-        if begin["module"]:
-            if not sys.flags.safe_path:
-                sys.path.insert(0, os.getcwd())
-            _find_module(begin["script"])
-            runpy._run_module_as_main(begin["script"])  # type: ignore[attr-defined]  # noqa: SLF001 - what `python -m` runs
-        else:
-            if not sys.flags.safe_path:
-                sys.path.insert(0, os.path.dirname(os.path.realpath(begin["script"])))
-            _run_file(main, begin["script"])
+        _run_main(main, begin["script"], module=begin["module"])
     except SystemExit as end:
         code = _exit_code(end)
         if code and begun_wrapped(me) and not me.called:
@@ -232,6 +226,21 @@ def _run(me: session.Session, begin: Mapping[str, Any]) -> int:
         _tell(me, error)  # the agent may end us at once: the traceback comes before
         return 1
     return 0
+
+
+def _run_main(main: ModuleType, script: str, *, module: bool) -> None:
+    """Put the folder that the interpreter would into the path, and run what is there."""
+    archive = not module and pkgutil.get_importer(script) is not None  # or a folder, with `__main__.py` in it
+    if archive or not sys.flags.safe_path:
+        sys.path.insert(0, script if archive else os.getcwd() if module else os.path.dirname(os.path.realpath(script)))
+        fresh.give_way(sys.path[0])
+    if archive:
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # noqa: SLF001 - what runs it
+    elif module:
+        _find_module(script)
+        runpy._run_module_as_main(script)  # type: ignore[attr-defined]  # noqa: SLF001 - what `python -m` runs
+    else:
+        _run_file(main, script)
 
 
 def _find_module(name: str) -> None:

@@ -234,7 +234,7 @@ def from_flags(flags: Mapping[str, Any]) -> LaunchConfig:
     module, no_python, script = bool(flags["module"]), bool(flags["no_python"]), str(flags["training_script"])
     if flags.get("run_path"):  # torchrun gives it precedence; every script is run as it says here
         module = no_python = False
-    if not module and not no_python and not Path(script).is_file():
+    if not module and not no_python and not _main_of(script).is_file():
         raise UsageError(f"the script {script!r} does not exist (looked in {Path.cwd()}); use -m for a module.")
     if flags.get("log_dir") and Path(flags["log_dir"]).is_file():
         raise UsageError(f"--log-dir {flags['log_dir']} is a file; name a folder.")
@@ -304,7 +304,7 @@ def mentions_everstep(script: str, *, module: bool = False) -> bool:
     A scan of texts, nothing is run; what cannot be read or found counts as naming it, so that a doubt keeps the spare.
     """
     try:
-        start = _source_of(script) if module else Path(script)
+        start = _source_of(script) if module else _main_of(script)
     except (OSError, SyntaxError, ValueError):
         return True
     if start is None:
@@ -332,6 +332,11 @@ def _only_monitors(text: str) -> bool:
         return False
     named = {alias.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for alias in node.names}
     return "everstep" not in named
+
+
+def _main_of(script: str) -> Path:
+    """Return what runs where a script is named: of a folder its `__main__.py`, as the interpreter does."""
+    return Path(script, "__main__.py") if Path(script).is_dir() else Path(script)
 
 
 def _source_of(module: str) -> Path | None:

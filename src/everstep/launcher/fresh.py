@@ -31,6 +31,8 @@ _environment: dict[str, str] = {}
 _after_torch: dict[str, str] = {}
 _path: list[str] = []
 _filters: list[Any] = []
+_with_torch: set[str] = set()
+_KEPT = ("__main__", "everstep", "encodings")
 modules: set[str] = set()
 """Loaded for our own sake."""
 found: list[str] = []
@@ -48,6 +50,7 @@ def users_imports_done() -> None:
     """What torch alone has changed is what every script's import of it changes."""
     _filters[:] = warnings.filters
     _after_torch.update(environ.snapshot())
+    _with_torch.update(sys.modules)
 
 
 def own_imports_done() -> None:
@@ -105,6 +108,31 @@ def interpreter(words: Sequence[str]) -> None:
     """Show path and command line of `python -u …`, before its script's own folder is put in front."""
     sys.path[:] = _path
     sys.orig_argv = [sys.executable, *words]
+
+
+def give_way(folder: str) -> None:
+    """Forget what was loaded beforehand where a module of this folder has its name: the script's import finds its own.
+
+    What torch itself loads stays: a script beside which lies another module of such a name imports no torch.
+    """
+    try:
+        entries = [entry.name for entry in os.scandir(folder) if _importable(entry)]
+    except OSError:
+        return
+    for top in {name.partition(".")[0] for name in entries} & (sys.modules.keys() - _with_torch):
+        origin = getattr(getattr(sys.modules[top], "__spec__", None), "origin", None)
+        if top in _KEPT or not isinstance(origin, str) or not os.path.isabs(origin):  # built in, frozen: never shadowed
+            continue
+        if os.path.realpath(origin).startswith(os.path.realpath(folder) + os.sep):
+            continue
+        for name in [name for name in sys.modules if name == top or name.startswith(f"{top}.")]:
+            del sys.modules[name]
+
+
+def _importable(entry: "os.DirEntry[str]") -> bool:
+    if entry.name.endswith((".py", ".so")):
+        return entry.is_file()
+    return os.path.exists(os.path.join(entry.path, "__init__.py"))
 
 
 def unfork(threads: int) -> None:

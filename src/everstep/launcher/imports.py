@@ -52,7 +52,7 @@ def _read(folder: Path) -> Mapping[str, Any]:
 def installed(modules: Mapping[str, ModuleType], before: Iterable[str], roots: Sequence[str] = ()) -> list[str]:
     """Return which of the loaded modules are installed packages' and were not there `before`, in their order."""
     known = set(before)
-    tops = tuple(root + os.sep for root in roots or _roots())
+    tops = tuple(root + os.sep for root in roots or site_packages())
     found: list[str] = []
     for name, module in list(modules.items()):
         if name in known or name.startswith(_OURS):
@@ -64,7 +64,8 @@ def installed(modules: Mapping[str, ModuleType], before: Iterable[str], roots: S
     return found
 
 
-def _roots() -> list[str]:
+def site_packages() -> list[str]:
+    """Return where packages are installed, with and without links in the paths."""
     paths = sysconfig.get_paths()
     named = [paths["purelib"], paths["platlib"]]
     return list(dict.fromkeys([*named, *map(os.path.realpath, named)]))

@@ -4,11 +4,14 @@ A script that sets variables itself may do so for what it imports next (Z6): its
 """
 
 import ast
+import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from everstep.launcher import imports
 from everstep.launcher.config import LaunchConfig
 
 _OURS = frozenset({"everstep", "torch", "numpy", "__future__"})
@@ -17,8 +20,8 @@ _OURS = frozenset({"everstep", "torch", "numpy", "__future__"})
 def top_level_imports(config: LaunchConfig) -> list[str]:
     """Return `module` and `module:name` entries of the script's own top level, installed packages only.
 
-    Modules from beside the script are left out: they are the user's code, may look at RANK, and change. What cannot be
-    read is left out too; a preload is only ever a head start.
+    Modules from beside the script, from PYTHONPATH and of an editable installation are left out: they are the user's
+    code, may look at RANK, and change. What cannot be read is left out too; a preload is only ever a head start.
     """
     if config.no_python or config.module:
         return []
@@ -37,9 +40,17 @@ def top_level_imports(config: LaunchConfig) -> list[str]:
 
 
 def _installed(top: str, beside: Path) -> bool:
-    if top in sys.stdlib_module_names or top in _OURS:
+    if top in sys.stdlib_module_names or top in _OURS or (beside / f"{top}.py").exists() or (beside / top).is_dir():
         return False
-    return not (beside / f"{top}.py").exists() and not (beside / top).is_dir()
+    try:
+        spec = importlib.util.find_spec(top)  # of a top level's name: nothing is run
+    except (ImportError, ValueError):
+        return False
+    if spec is None:
+        return False
+    places = [spec.origin] if spec.origin else spec.submodule_search_locations or []
+    roots = tuple(root + os.sep for root in imports.site_packages())
+    return bool(places) and all(place.startswith(roots) for place in places)
 
 
 # -- variables that a script sets itself -------------------------------------------------------------------------------

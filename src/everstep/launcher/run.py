@@ -150,7 +150,8 @@ def _preloads(
         text = f"{config.script} sets {names}: what it imports beyond torch is not preloaded, since it "
         nursery.notice(text + "may read that. Set it for everstep run instead, or name a --preload")
         return config, {"preload": []}
-    return config, {"preload": top_level_imports(config), "last_run": imports.of_last_run(run_dir, script)}
+    last_run = imports.of_last_run(run_dir, script)
+    return config, {"preload": [], "unnamed": [*top_level_imports(config), *last_run], "last_run": last_run}
 
 
 def named(config: LaunchConfig, job: str) -> LaunchConfig:

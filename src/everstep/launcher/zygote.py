@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
+from everstep import environ
 from everstep.errors import EverstepError, ExitCode
 from everstep.launcher import fresh, trial
 from everstep.process import kernel, mark
@@ -58,16 +59,23 @@ def _import(names: tuple[str, ...], link: Link, *, required: bool) -> list[str]:
     done: list[str] = []
     for name in names:
         threads = len(kernel.other_threads())
+        asked: list[str] = []
         try:
             module, _, attribute = name.partition(":")
-            loaded = importlib.import_module(module)
-            if attribute:
-                getattr(loaded, attribute, None)  # packages that load lazily do it here
+            with environ.noting(frozenset() if required else environ.OF_A_RANK, asked):
+                loaded = importlib.import_module(module)
+                if attribute:
+                    getattr(loaded, attribute, None)  # packages that load lazily do it here
             done.append(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if required:
                 raise
             link.send({"kind": "zygote.notice", "text": f"preload of {name} failed, it is left out: {error!r}"})
+        if asked:
+            text = (
+                f"{name}, which is preloaded, reads {', '.join(asked)} when it is imported, and no rank is there yet: "
+            )
+            _notice(link, text + "all ranks have what it makes of that. Leave it out of --preload")
         if len(kernel.other_threads()) > threads and not required:
             _began_threads.append(name)
     return done
@@ -264,9 +272,10 @@ def _prepare(link: Link) -> bool:
         _import(BASE_IMPORTS, link, required=True)
         fresh.own_imports_done()
         loaded = _import(tuple(order["preload"]), link, required=False)
-        if order.get("last_run"):
-            fresh.found[:] = trial.harmless(order["last_run"], _fork, lambda text: _notice(link, text))
-            loaded += _import(tuple(fresh.found), link, required=False)
+        last_run = set(order.get("last_run", ()))
+        unnamed = trial.harmless(order.get("unnamed", ()), _fork, lambda text: _notice(link, text))
+        fresh.found[:] = [name for name in unnamed if name in last_run]
+        loaded += _import(tuple(unnamed), link, required=False)
     except LinkClosed:
         raise
     except Exception as error:  # noqa: BLE001 - told to the agent, who ends the job with it

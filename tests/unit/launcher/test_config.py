@@ -236,13 +236,16 @@ def test_restarts_without_a_number_are_not_told_as_none(tmp_path):
     assert got["TORCHELASTIC_MAX_RESTARTS"] == "0"
 
 
-def test_the_script_s_own_imports_are_preloaded_but_not_its_neighbours(tmp_path):
+def test_what_a_script_imports_of_installed_packages_is_preloaded_but_no_code_of_the_user_s_own(tmp_path, monkeypatch):
     script(tmp_path, "", "beside.py")
-    text = (
-        "import os\nimport beside\nimport transformers\nfrom torchdata.x import A, B\nfrom . import c\nimport torch\n"
-    )
+    on_the_path = tmp_path / "path"
+    on_the_path.mkdir()
+    (on_the_path / "named_by_pythonpath.py").touch()
+    monkeypatch.syspath_prepend(on_the_path)
+    names = ("os", "beside", "pytest", "named_by_pythonpath", "installed_nowhere", "torch")
+    text = "\n".join([*(f"import {name}" for name in names), "from rich.x import A, B", "from . import c"])
     config = LaunchConfig(script=script(tmp_path, text))
-    assert top_level_imports(config) == ["transformers", "torchdata.x:A", "torchdata.x:B"]
+    assert top_level_imports(config) == ["pytest", "rich.x:A", "rich.x:B"]
     assert top_level_imports(LaunchConfig(script=script(tmp_path, "def broken(:\n"))) == []
 
 

@@ -61,13 +61,17 @@ RAISES = "raise RuntimeError('no rank here')"
 ENDS = "import os; os._exit(7)"
 THREADS = "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
 HANGS = "import time; time.sleep(600)"
+EXITS = "raise SystemExit('start me with a launcher')"
+ASKS = "import os; RANK = int(os.environ.get('LOCAL_RANK', 0)); SIZE = os.getenv('WORLD_SIZE')"
+ASKS_IN_VAIN = "import os; os.environ['RANK']"
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         (RAISES, "no rank here"), (ENDS, "it ended the process (status 7)"), (THREADS, "it begins threads"),
-        (HANGS, "its import did not end within 1 s"),
+        (HANGS, "its import did not end within 1 s"), (EXITS, "SystemExit('start me with a launcher')"),
+        (ASKS, "it reads LOCAL_RANK, WORLD_SIZE"), (ASKS_IN_VAIN, "it reads RANK"),
     ],
 )  # fmt: skip
 def test_what_spoils_a_fork_is_left_out_by_name(tmp_path, monkeypatch, text, why):
@@ -81,6 +85,19 @@ def test_what_spoils_a_fork_is_left_out_by_name(tmp_path, monkeypatch, text, why
     assert word.startswith("trial_bad is imported by each worker itself")
     assert why in word
     assert not [name for name in sys.modules if name.startswith("trial_")]
+
+
+def test_a_package_that_asks_for_its_rank_falls_as_a_whole(tmp_path, monkeypatch):
+    package = tmp_path / "trial_pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import part")
+    (package / "part.py").write_text(ASKS)
+    (tmp_path / "trial_other.py").write_text("import os; HOME = os.environ.get('HOME'); VALUE = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = []
+    names = ["trial_pack:part", "trial_pack", "trial_pack.part", "trial_other:VALUE"]
+    assert trial.harmless(names, os.fork, told.append) == ["trial_other:VALUE"]
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize(
