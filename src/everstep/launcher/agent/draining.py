@@ -5,7 +5,7 @@ Rides on the agent as a companion, so that ranks and the agents of other nodes r
 
     rank ◀─ drain.stand {generation}, drain.until {generation, step}
     rank ─▶ drain.stands {generation, begun}, drain.left {generation, step}
-    node ─▶ all nodes  begin {number, why}, stands {generation, begun}, done {step}
+    node ─▶ all nodes  begin {number, why}, stands {generation, begun}, left {generation, step}, done {step}
 
 Rule 1: all of it fits into the grace time, counted from the signal: half of it for the step that runs, what is left for
         the write. Whoever is not through by then is killed.
@@ -227,11 +227,18 @@ class Draining:
         if int(message["generation"]) != self._generation:
             return
         if message["kind"] == "drain.left":
-            self._left = True
+            self._leaves(int(message["step"]))
         elif message["kind"] == "drain.stands" and self._agreement is not None:
             newest = self._agreement.rank_stands(rank, int(message["begun"]))
             if newest is not None:
                 self._stands(newest)
+
+    def _leaves(self, step: int) -> None:
+        """A rank has left between two steps: told to all before it is known that it has completed."""
+        if not self._left:
+            for node in self._others:
+                self._tell(node, "left", generation=self._generation, step=step)
+        self._left, self._step = True, step if self._step is None else self._step
 
     def _stands(self, begun: int) -> None:
         for node in self._others:
@@ -245,6 +252,8 @@ class Draining:
                 self.begin(int(message["number"]), str(message["why"]))
             case "done":
                 self._done_there[node] = int(message["step"])
+            case "left" if self.begun and int(message["generation"]) == self._generation:
+                self._left, self._step = True, int(message["step"]) if self._step is None else self._step
             case "stands" if int(message["generation"]) == self._generation:
                 self._node_stands(node, int(message["begun"]))
             case _:

@@ -237,6 +237,18 @@ def test_the_step_that_counts_is_the_one_that_all_nodes_have_done():
     assert [node.draining.verdict(143, "")[0] for node in job.nodes] == [143, 143]
 
 
+def test_a_node_without_ranks_ends_with_the_code_of_those_whose_ranks_have_left():
+    job = Job({0: Rank(7)}, {})
+    job.nodes[0].draining.begin(signal.SIGTERM, "x")
+    job.deliver()
+    job.stands(0, 0, 7)
+    assert job.nodes[1].draining.ends(words.End(0, "")).code == 0, "all steps are done: the job is"
+    job.nodes[0].draining.on_message(0, {"kind": "drain.left", "generation": 4, "step": 7}, [])
+    job.deliver()
+    assert [node.draining.ends(words.End(0, "")).code for node in job.nodes] == [143, 143]
+    assert "after step 7" in job.nodes[1].draining.ends(words.End(0, "")).reason
+
+
 def test_ranks_that_have_left_make_the_end_a_signal_s_and_a_job_that_is_done_is_done():
     job = Job({0: Rank(7)})
     draining = job.nodes[0].draining
