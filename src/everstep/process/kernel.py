@@ -93,6 +93,16 @@ def status(pid: int) -> Status | None:
     )
 
 
+def catches(pid: int, number: int) -> bool:
+    """Tell whether `pid` has a handler of its own for a signal; False where it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def place(pid: int) -> str:
     """Where in the kernel a process waits, as well as we may know it: "state D, in request_wait_answer"."""
     found = status(pid)

@@ -26,6 +26,7 @@ from everstep.launcher.agent.hearing import Hearing
 from everstep.launcher.agent.host import AgentHost
 from everstep.launcher.agent.monitors import Monitors
 from everstep.launcher.agent.nursery import Nursery
+from everstep.launcher.agent.parting import Parting
 from everstep.launcher.agent.single import Single
 from everstep.launcher.agent.stores import Stores
 from everstep.launcher.agent.together import Together
@@ -69,6 +70,7 @@ class Agent:
         self.draining = Draining(self)
         self.host = AgentHost(self, [*companions, Control(self), self.draining])
         self.examiner = Examiner(loop)
+        self.parting = Parting(loop, config.grace_s, self.notice)
         own = limits.Own(config.soft_timeout_s, config.hard_timeout_s, config.first_timeout_s)
         self.watch = Watch(own, deaf=not config.wrapped)
         self.monitors = Monitors(self)
@@ -183,7 +185,8 @@ class Agent:
 
     def _gone(self, worker: Worker, status: int) -> None:
         self.monitors.gone(worker)
-        if worker.begun and not worker.attached and status == 0 and self.roster is not None:
+        well = status == 0 and not worker.process.expected_end  # one that was sent SIGTERM may end well over it
+        if worker.begun and not worker.attached and well and self.roster is not None:
             worker.done = True
             self._flag_early_exit(worker)
             self.nodes.say(words.Completed(self.roster.generation, worker.incarnation))
@@ -246,7 +249,7 @@ class Agent:
         if self.config.wrapped:
             worker.process.send({"kind": "world.stop", "generation": command.generation})
         else:  # it would not hear us: all workers of an unwrapped script begin anew
-            worker.process.end()
+            self.parting.end(worker.process, failed=worker.raised)
 
     def _kill(self, command: words.Kill) -> None:
         worker = self.crew.who(command.incarnation)

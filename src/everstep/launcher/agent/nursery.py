@@ -228,6 +228,7 @@ class Nursery:
             self._early_deaths.clear()
 
     def _bury(self, process: Process, code: int) -> None:
+        process.gone = True
         if process.pidfd >= 0:
             self._loop.unwatch(process.pidfd)
             os.close(process.pidfd)

@@ -1,6 +1,7 @@
 """One process of this job on this node, from its order to its end."""
 
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ class Process:
     pidfd: int = -1
     expected_end: bool = False
     killed: bool = False
+    gone: bool = False  # dead and reaped: its pid is nobody's, or another's
     unasked: bool = False  # it was ending by itself when we came to end it
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     _early: list[tuple[Mapping[str, Any], list[int]]] = field(default_factory=list[tuple[Mapping[str, Any], list[int]]])
@@ -56,8 +58,8 @@ class Process:
         if self.pid:
             kernel.kill(self.pid)
 
-    def end(self) -> None:
-        """SIGKILL to make room; where it was ending already, its end stays its own.
+    def end(self, number: int = signal.SIGKILL) -> None:
+        """End it by a signal to make room; where it was ending already, its end stays its own.
 
         The kernel closes a dying process's sockets before its parent can reap it: a peer may tell of the broken
         connection first.
@@ -65,7 +67,10 @@ class Process:
         known = kernel.status(self.pid) if self.pid else None
         self.unasked = known is not None and known.ending
         self.expected_end = not self.unasked
-        self.kill()
+        if number == signal.SIGKILL:
+            self.kill()
+        else:
+            self.signal(number)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process alone."""
