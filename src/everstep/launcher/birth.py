@@ -211,6 +211,8 @@ def _run(me: session.Session, begin: Mapping[str, Any]) -> int:
     main = ModuleType("__main__")
     main.__dict__.update({"__builtins__": sys.modules["builtins"], "__annotations__": {}, "__cached__": None})
     sys.modules["__main__"] = main
+    if "multiprocessing" in sys.modules:  # sets the alias as it is imported: what spawned children send back bears it
+        sys.modules["__mp_main__"] = main
     try:
         _run_main(main, begin["script"], module=begin["module"])
     except SystemExit as end:

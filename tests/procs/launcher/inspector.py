@@ -146,6 +146,7 @@ def interpreter():
             threading.main_thread().native_id == os.getpid(),
             threading.main_thread().ident == threading.get_ident(),
         ],
+        "mp_main": sys.modules.get("__mp_main__") is main,
         "start_method": multiprocessing.get_start_method(allow_none=True),
         "process": [multiprocessing.current_process().name, str(multiprocessing.parent_process())],
         "children": len(multiprocessing.active_children()),

@@ -32,6 +32,31 @@ def test_a_module_and_its_arguments(tmp_path):
     assert told == [["__main__", ["--lr", "0.1"], rank, "2", "work.py"] for rank in "01"]
 
 
+SPAWNS = """
+import multiprocessing
+
+class Batch:
+    def __init__(self, number):
+        self.number = number
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            [batch] = pool.map_async(Batch, [7]).get(40)
+        print(method, type(batch) is Batch, batch.number, flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("preload", ["torch", "none"])
+def test_what_spawned_children_send_back_of_the_script_s_own_classes_arrives(tmp_path, preload):
+    """Such an object names `__mp_main__`; a pool whose reader does not know that module waits for ever."""
+    (tmp_path / "train.py").write_text(SPAWNS)
+    done = run(tmp_path, "--preload", preload, "--max-restarts", "0", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["spawn True 7", "forkserver True 7"]
+
+
 def test_another_program_with_variables_for_flags(tmp_path):
     """`--no-python`, with PET_NPROC_PER_NODE and PET_MAX_RESTARTS: its exit code counts, and so do its restarts."""
     text = "n=$TORCHELASTIC_RESTART_COUNT; echo rank $RANK of $WORLD_SIZE attempt $n; exit $((RANK && !n))"
