@@ -234,7 +234,8 @@ def _run_main(main: ModuleType, script: str, *, module: bool) -> None:
     """Put the folder that the interpreter would into the path, and run what is there."""
     archive = not module and pkgutil.get_importer(script) is not None  # or a folder, with `__main__.py` in it
     if archive or not sys.flags.safe_path:
-        sys.path.insert(0, script if archive else os.getcwd() if module else os.path.dirname(os.path.realpath(script)))
+        place = os.path.abspath(script) if archive else os.path.dirname(os.path.realpath(script))
+        sys.path.insert(0, os.getcwd() if module else place)
         fresh.give_way(sys.path[0])
     if archive:
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # noqa: SLF001 - what runs it

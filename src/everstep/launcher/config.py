@@ -6,6 +6,7 @@ Made from the flags as the zygote's parser read them; every refusal says what wo
 import ast
 import re
 import sys
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -309,6 +310,8 @@ def mentions_everstep(script: str, *, module: bool = False) -> bool:
         return True
     if start is None:
         return True
+    if start.is_file() and zipfile.is_zipfile(start):
+        return _in_archive(start)
     seen: set[Path] = set()
     waiting = [start]
     while waiting and len(seen) < _MOST_FILES_READ:
@@ -324,6 +327,17 @@ def mentions_everstep(script: str, *, module: bool = False) -> bool:
         except (OSError, SyntaxError, ValueError):
             return True
     return bool(waiting)
+
+
+def _in_archive(path: Path) -> bool:
+    """Tell whether a module in an archive names everstep; a doubt counts as naming it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".py")]
+            texts = [archive.read(name).decode(errors="replace") for name in names[:_MOST_FILES_READ]]
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile):
+        return True
+    return len(names) > _MOST_FILES_READ or any(MARK.search(text) and not _only_monitors(text) for text in texts)
 
 
 def _only_monitors(text: str) -> bool:

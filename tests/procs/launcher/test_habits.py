@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -19,7 +20,8 @@ losses.write("0.5 0.25")
 temporary = tempfile.NamedTemporaryFile(dir=".", prefix="temporary")
 threaded.WORDS.put(rank)
 threaded.WORDS.join()
-facts = {"rank": asks.RANK, "needs": asks.SIZE, "beside": graphlib.VALUE, "heard": threaded.HEARD, "main": __file__}
+facts = {"rank": asks.RANK, "needs": asks.SIZE, "beside": graphlib.VALUE, "heard": threaded.HEARD}
+facts |= {"main": __file__, "path": sys.path[0]}
 with open(f"facts-{rank}", "w") as file:
     json.dump(facts, file)
 """
@@ -50,6 +52,7 @@ def left_by(folder, launcher, script):
     for name in ("script.py", "app/__main__.py"):
         (work / name).write_text(SCRIPT)
         (work / name).with_name("graphlib.py").write_text("VALUE = 'of the script'")
+    shutil.make_archive(str(work / "packed"), "zip", work / "app")
     before = {path.name for path in work.iterdir()}
     env = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{library}", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *LAUNCHERS[launcher], "--nproc-per-node", "2", "--max-restarts", "0", script]
@@ -59,7 +62,7 @@ def left_by(folder, launcher, script):
     return {name: text.replace(str(folder), "HERE") for name, text in left.items()}
 
 
-@pytest.mark.parametrize("script", ["script.py", "app"])
+@pytest.mark.parametrize("script", ["script.py", "app", "packed.zip"])
 def test_a_script_with_bad_habits_leaves_under_both_the_same(tmp_path, script):
     theirs = left_by(tmp_path / "theirs", "torchrun", script)
     ours = left_by(tmp_path / "ours", "warm", script)

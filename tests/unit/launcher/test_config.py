@@ -2,6 +2,7 @@
 
 import errno
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,12 @@ def test_a_run_folder_that_cannot_be_is_told_with_what_mends_it(tmp_path, monkey
     monkeypatch.setattr(Path, "mkdir", refused)
     with pytest.raises(ConfigurationError, match=rf"run cannot be written: .*{mend}.*--run-dir"):
         writable(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("text", "wrapped"), [("import torch", False), ("import everstep", True)])
+def test_an_archive_is_looked_into(tmp_path, text, wrapped):
+    path = tmp_path / "packed.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("__main__.py", "import part")
+        archive.writestr("part.py", text)
+    assert mentions_everstep(str(path)) is wrapped
