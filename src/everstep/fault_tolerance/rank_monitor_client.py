@@ -58,8 +58,8 @@ class RankMonitorClient:
         """
         if self.is_initialized:
             raise RankMonitorClientError("this RankMonitorClient is initialized already; shut it down first.")
-        info = RankInfo.get_for_current_rank()
         page = self._given or access.page()
+        info = RankInfo.get_for_current_rank()
         cfg = access.settings()
         names = list(cfg.rank_section_timeouts)
         if len(names) > MOST_SECTIONS:

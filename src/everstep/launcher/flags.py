@@ -174,11 +174,15 @@ def parse(argv: Sequence[str], extensions: Sequence[str] = ()) -> dict[str, Any]
     refuse(given)
     try:
         low, high = parse_min_max_nnodes(given["nnodes"])
-        given["nproc"] = determine_local_world_size(given["nproc_per_node"])
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"{str(error).rstrip('.')}. Write for example --nnodes 1 --nproc-per-node 2.") from None
+    except (ValueError, RuntimeError):
+        low = high = 0
     if not 0 < low <= high:
         raise UsageError(f"--nnodes {given['nnodes']}: give a number of nodes, 1 or more, or MIN:MAX with MIN <= MAX.")
+    try:
+        given["nproc"] = determine_local_world_size(given["nproc_per_node"])
+    except (ValueError, RuntimeError) as error:
+        asked = f"--nproc-per-node {given['nproc_per_node']}: {str(error).rstrip('.')}"
+        raise UsageError(f"{asked}. Give a number of ranks, 1 or more, or cpu, gpu or auto.") from None
     if given["standalone"] and given["spare_nodes"]:
         raise UsageError("--standalone is a job of one node, and --spare-nodes are others: leave one of them out.")
     given["nodes"] = 1 if given["standalone"] else high

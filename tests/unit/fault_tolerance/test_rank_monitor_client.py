@@ -262,9 +262,16 @@ def test_without_an_agent_there_is_an_error_with_words(monkeypatch):
     monkeypatch.setenv(PAGE, "/proc/1/fd/none")
     with pytest.raises(RankMonitorClientError, match="is gone, or is not in this container"):
         client.init_workload_monitoring()
+    monkeypatch.delenv(PAGE)
+    monkeypatch.delenv("RANK")  # a bare script
+    with pytest.raises(RankMonitorClientError, match="no agent watches this process"):
+        client.init_workload_monitoring()
+
+
+def test_a_watched_process_without_a_rank_is_an_error_with_words(watched, monkeypatch):
     monkeypatch.delenv("RANK")
     with pytest.raises(RuntimeError, match="no rank: RANK is not set"):
-        client.init_workload_monitoring()
+        watched.another().init_workload_monitoring()
 
 
 def test_settings_that_cannot_be_meant_are_named(watched, monkeypatch):

@@ -28,7 +28,7 @@ def script(tmp_path):
     [
         (("--no-such-flag",), "unrecognized"),
         (("--nproc-per-node", "0"), "at least one rank"),
-        (("--nproc-per-node", "many"), "many"),
+        (("--nproc-per-node", "many"), "--nproc-per-node many: .* 1 or more, or cpu, gpu or auto"),
         (("--nnodes", "2"), "needs --node-rank"),
         (("--nnodes", "1:2"), "needs --node-rank"),
         (("--nnodes", "1", "--spare-nodes", "1"), "needs --node-rank"),
@@ -36,7 +36,8 @@ def script(tmp_path):
         (("--standalone", "--spare-nodes", "1"), "--standalone is a job of one node"),
         (("--nnodes", "2", "--rdzv-backend", "c10d"), "needs --rdzv-endpoint"),
         (("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "host:none"), "HOST:PORT"),
-        (("--nnodes", "x"), "x"),
+        (("--nnodes", "x"), "--nnodes x: give a number of nodes"),
+        (("--nnodes", ""), "--nnodes : give a number of nodes"),
         (("--rdzv-backend", "etcd"), "knows static and c10d"),
         (("--nnodes", "0"), "1 or more"),
         (("--nnodes", "5:2"), "MIN <= MAX"),
