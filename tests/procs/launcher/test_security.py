@@ -151,7 +151,7 @@ def test_strangers_at_the_end_point_of_nodes_change_nothing(start):
         b'{"kind":"fact"}\n',
         b'{"kind":"join","terms":3}\n',
         b"\0" * 9,
-        b"[" * 100_000 + b"\n",
+        b"[" * 5000 + b"\n",
         b'{"kind":"join","terms":{"version":' + b"[" * 990 + b"]" * 990 + b"}}\n",
     ]
     for words in said * 20:
