@@ -13,6 +13,7 @@ A fault of a generation that nobody could attempt, for a member was dead before 
 alone: it says nothing of the step.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,6 +26,7 @@ MOST_TOLD = 12
 _LONGEST = 300
 MOST_PAUSE_S = 30.0
 _SAME_S, _SAME_SHARE = 1.0, 0.2
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _KILLED = "ended by signal 9"
 NO_PYTHON = ("SyntaxError:", "IndentationError:", "TabError:")
 """What a script's end is told with where it would fail alike on each start: as many as are allowed are not tried."""
@@ -64,8 +66,9 @@ def pause_s(policy: Policy, faults: Sequence[Fault], lives: Mapping[int, float])
     """Return for how long the next attempt of an unwrapped script is put off; the last fault is the newest.
 
     `lives`: how long each generation had run until its fault, in seconds. A fault repeats another where the
-    same was said, or befell the same rank, after about the same time: the first repetition costs 1 s, each one more
-    twice as much, `MOST_PAUSE_S` at the most. A SIGKILL is from outside, and repeats nothing.
+    same was said, numbers apart (a step, a pid, an address), or befell the same rank, after about the same time: the
+    first repetition costs 1 s, each one more twice as much, `MOST_PAUSE_S` at the most. A SIGKILL is from outside, and
+    repeats nothing.
     """
     if not policy.deaf or not faults or faults[-1].text in ("", _KILLED):
         return 0.0
@@ -73,13 +76,18 @@ def pause_s(policy: Policy, faults: Sequence[Fault], lives: Mapping[int, float])
     row = 0
     for fault in reversed(faults):
         by_whom = fault.kind == "exception" or fault.rank == last.rank  # what all raise any may tell of first
-        if (fault.kind, fault.text) != (last.kind, last.text) or not by_whom:
+        if (fault.kind, _gist(fault)) != (last.kind, _gist(last)) or not by_whom:
             break
         before, now = lives.get(fault.generation), lives.get(last.generation)
         if before is None or now is None or abs(before - now) > max(_SAME_S, _SAME_SHARE * now):
             break
         row += 1
     return min(2.0 ** (row - 2), MOST_PAUSE_S) if row > 1 else 0.0
+
+
+def _gist(fault: Fault) -> str:
+    """What an exception says on each attempt; how a process ended is told by nothing but its number."""
+    return _NUMBER.sub("#", fault.text) if fault.kind == "exception" else fault.text
 
 
 def alike(one: Fault, other: Fault) -> bool:

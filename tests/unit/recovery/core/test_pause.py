@@ -27,6 +27,7 @@ def test_each_repetition_doubles_the_pause(count, expected):
     [
         ([raised(), raised("ValueError: y")], None),
         ([raised(), ("death", "ended with status 1", 1)], None),
+        ([("death", "ended with status 1", 1), ("death", "ended with status 2", 1)], None),
         ([("death", "ended with status 1", 0), ("death", "ended with status 1", 1)], None),
         ([("death", "ended by signal 9", 1)] * 2, None),
         ([("stall", "", 1)] * 2, None),
@@ -41,6 +42,11 @@ def test_who_tells_of_what_all_raise_does_not_matter_and_a_segfault_repeats_on_i
     assert pause(raised(rank=0), raised(rank=1)) == 1.0
     assert pause(*[("death", "ended by signal 11", 1)] * 2) == 1.0
     assert pause(*[raised()] * 2, lives=[1000.0, 1150.0]) == 1.0
+
+
+def test_numbers_in_what_is_said_tell_no_two_exceptions_apart():
+    said = [raised(f"RuntimeError: step {n}, pid {4000 + 7 * n}: bad tensor at 0x7f{n}a") for n in range(3)]
+    assert pause(*said) == 2.0
 
 
 def test_an_interrupted_row_begins_anew_and_a_wrapped_job_has_no_pause():
