@@ -9,7 +9,7 @@ from collections.abc import Generator
 from types import FrameType
 
 _AS_SIGTERM = (signal.SIGUSR1,)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *_AS_SIGTERM)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, *_AS_SIGTERM)
 
 
 class Asked(BaseException):
@@ -28,10 +28,7 @@ def _ask(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def heard() -> Generator[None]:
-    """Raise Asked in the main thread when one comes; whoever handles them later takes them over. Twice is once.
-
-    SIGINT too where a script's shell has it ignored by what it starts with `&`: as under torchrun.
-    """
+    """Raise Asked in the main thread when one comes; whoever handles them later takes them over. Twice is once."""
     for number in _SIGNALS:
         signal.signal(number, _ask)
     try:
@@ -42,5 +39,5 @@ def heard() -> Generator[None]:
 
 def deaf() -> None:
     """We are ending as fast as can be, whatever else comes."""
-    for number in _SIGNALS:
+    for number in (signal.SIGINT, *_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
