@@ -271,6 +271,16 @@ def test_a_replacement_with_another_address_has_the_name_and_the_ranks_of_a_node
     apart(lost, other)
 
 
+def test_a_node_whose_own_name_is_127_0_1_1_at_home_is_found_by_the_others(far, namespaces):
+    """LA-15: as Debian's installer writes `/etc/hosts`; the other node knows the address."""
+    hosts = Path("/etc/netns") / namespaces[0] / "hosts"
+    hosts.write_text(hosts.read_text().replace(f"10.77.1.10 {namespaces[0]}", f"127.0.1.1 {namespaces[0]}"))
+    for ended in [job.ended() for job in far()]:
+        assert ended.code == 0, ended.err[-3000:]
+        assert {n["world"] for n in ended.of("enter")} == {2}
+        assert {f"10.77.1.{n}" for n in (10, 11)} <= {*re.findall(r"node-\d at ([\d.]+)", ended.err)}
+
+
 def test_a_short_break_of_the_network_costs_nothing(far, namespaces):
     jobs = far()
     run_on(jobs)

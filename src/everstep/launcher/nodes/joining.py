@@ -16,6 +16,7 @@ from typing import Any
 
 from everstep import environ
 from everstep.errors import ConfigurationError, EverstepError, ExitCode
+from everstep.launcher.nodes.addresses import is_loopback, meant_for_one_machine, outward
 from everstep.launcher.nodes.core.endpoint import Endpoint
 from everstep.launcher.peers.stream import Stream
 from everstep.process import detach, kernel, mark
@@ -96,7 +97,7 @@ class Meeting:
         """Meet all other agents, or as many as come in time. Raises ConfigurationError, with what to look at."""
         self._open_hub(terms, limits)
         line = self._connect()
-        address = local_addr or line.getsockname()[0]
+        address = local_addr or outward(line.getsockname()[0], self._endpoint.host)
         arrival = Arrival(self._loop, line)
         who = f"{socket.gethostname()}, pid {os.getpid()}, from {line.getsockname()[0]}"
         told = {"terms": dict(terms), "node_rank": self._endpoint.node_rank, "address": address, "who": who}
@@ -119,7 +120,7 @@ class Meeting:
         if endpoint.hosts is False or (endpoint.hosts is None and address is None):
             return
         try:
-            door = socket.create_server((address or "", endpoint.port), backlog=2048)
+            door = socket.create_server((_listens(endpoint.host, address), endpoint.port), backlog=2048)
         except OSError as error:
             self._taken = _unopened(endpoint, error.strerror or str(error))
             if error.errno == errno.EADDRINUSE:  # by the hub of this job, perhaps: its agent's end is not its own
@@ -251,6 +252,11 @@ def _nobodys(endpoint: Endpoint, what: str) -> _NobodysError:
         f"what listens at {endpoint} {what}: it is not the meeting place of this `everstep run`. Look at the host and "
         "the port of --rdzv-endpoint (--master-addr, --master-port), and whether another program has the port."
     )
+
+
+def _listens(host: str, address: str | None) -> str:
+    """Return where the end point is opened: at its address, unless that is a name which only this machine reaches."""
+    return address if address and (meant_for_one_machine(host) or not is_loopback(address)) else ""
 
 
 def _own_address(host: str) -> str | None:
