@@ -32,13 +32,14 @@ MEASURED = {
     "environment": (60, ["bash", "-c", "nvidia-smi --query-gpu=name,driver_version --format=csv; nproc; "
                          "free -g | head -2; df -h /tmp /dev/shm; ls -la /dev/fuse"]),
     "snapshots": (240, [PYTHON, "tests/gpu/checkpoint/test_device.py"]),
+    "tests-anew": (120, [*GPU, "tests/gpu/launcher/test_begins_anew.py"]),  # looks at all of the GPU's memory: alone
     "beside-nvrx": (300, [PYTHON, "scripts/gpu/beside_nvrx.py"]),
     "bench": (280, [*BENCH, "--bandwidth", "unlimited", "--store", "/tmp"]),
 }  # fmt: skip
 TESTS = {
     "tests-checkpoint": (350, [*GPU, "tests/gpu/checkpoint", "-n", "3"]),
     "tests-inprocess": (350, [*GPU, "tests/gpu/inprocess", "-n", "3"]),
-    "tests-jobs": (350, [*GPU, "tests/gpu/launcher", "-n", "4"]),
+    "tests-jobs": (350, [*GPU, "tests/gpu/launcher/test_jobs.py", "-n", "4"]),
     "abort-gloo": (150, [PYTHON, "scripts/gpu/abort_behind.py", "--cpu"]),
     "abort-order": (150, [PYTHON, "scripts/gpu/abort_behind.py", "--order", "--one-gpu"]),
     "abort-nccl": (150, [PYTHON, "scripts/gpu/abort_behind.py", "--one-gpu"]),
