@@ -16,7 +16,10 @@ pytestmark = pytest.mark.procs
 def script(name: str, *arguments: object, before: tuple[str, ...] = (), timeout: float = 100) -> dict:
     """Run a script beside this file; its last line is JSON."""
     command = [*before, sys.executable, str(HERE / name), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired as late:
+        raise AssertionError(f"no end within {timeout} s\n{(late.stderr or b'').decode()[-8000:]}") from None
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stderr[-3000:], file=sys.stderr)  # shown where what came out is not what was expected
     return json.loads(done.stdout.splitlines()[-1])
@@ -49,7 +52,7 @@ def runs(tmp_path_factory) -> dict:
     return script("ranks_go_on.py", tmp_path_factory.mktemp("stores"), *CASES, timeout=110)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.long  # once in 46 runs its script had not ended after 110 s; where it stood is written now
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_are_killed_go_on_to_the_bit(case, runs):
