@@ -67,7 +67,7 @@ def build(kind: str, rank: int, world: int) -> dict:
 
 def train(kind: str, world: int, folder: str, attempt: str, dies: dict[int, int]):
     def body(snapshotter, link, rank):
-        faulthandler.dump_traceback_later(80)
+        faulthandler.dump_traceback_later(80)  # in no process that forks: its child would wait for that thread
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{folder}/{attempt}", rank=rank, world_size=world)
         state = build(kind, rank, world)
@@ -142,7 +142,6 @@ def run(kind: str, world: int, folder: str, name: str, deaths: dict[int, int]) -
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(90)
     folder, found = sys.argv[1], {}
     for case in sys.argv[2:]:
         kind, world = case.split(":")
