@@ -18,6 +18,7 @@ from everstep.process import kernel, mark
 from everstep.ranks import visible
 
 LOOK_S = 0.05
+END_S = 1.0
 DRIVER = Path("/dev/nvidiactl")
 
 
@@ -41,6 +42,7 @@ def wait(limits: Sequence[float], local_rank: int, environment: Mapping[str, str
                     limit_s, tolerance_mib, visible(local_rank, environment.get("CUDA_VISIBLE_DEVICES", "")), job
                 ).encode(),
             )
+            os.close(writer)  # nothing to say is an answer too, and does not wait for our exit
             code = 0
         finally:
             os._exit(code)
@@ -52,10 +54,20 @@ def wait(limits: Sequence[float], local_rank: int, environment: Mapping[str, str
                 f"the NVIDIA driver has not answered within {limit_s + 1.0:g} s; the next attempt begins all the same"
             )
         said = os.read(reader, 1 << 16).decode(errors="replace")
-        os.waitpid(pid, 0)  # it has nothing more to do
+        _bury(pid)
         return said
     finally:
         os.close(reader)
+
+
+def _bury(pid: int) -> None:
+    """Reap the process that has said all it had to; one whose driver does not let it end is waited for no longer."""
+    until = SYSTEM.now() + END_S
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if SYSTEM.now() > until:
+            kernel.kill(pid)
+            return
+        SYSTEM.sleep(0.001)
 
 
 def _watch(limit_s: float, tolerance_mib: float, device: int | str, job: str) -> str:

@@ -90,3 +90,12 @@ def test_a_device_that_is_not_there_says_nothing(driver):
 
     driver.nvmlDeviceGetHandleByIndex = none
     assert wait() == ""
+
+
+def test_one_that_has_told_and_does_not_end_is_waited_for_no_longer(driver, monkeypatch):
+    """Its memory is given back in its exit, by the driver: there it may stand for ever."""
+    monkeypatch.setattr(reclaim, "END_S", 0.1)
+    monkeypatch.setattr(reclaim.os, "_exit", lambda code: signal.pause())
+    assert wait() == ""
+    pid, status = os.waitpid(-1, 0)
+    assert os.waitstatus_to_exitcode(status) == -9, pid
